@@ -1,6 +1,5 @@
 """Reports on a phone, in the dark, by keyboard and by screen reader, in a browser."""
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -261,7 +261,10 @@ def test_worst_cases_lead_to_their_trajectories(page, runs):
     (of_sums,) = [row for row in cells if row[0] == "sums"]
     assert of_sums[1] == str(len(bad))
     newest = [row for row in bad if row.step == max(row.step for row in bad)][-1]
-    assert f"step {newest.step} {newest.prompt} → {' '.join(newest.response.removesuffix('<|im_end|>').split())[:40]}" in of_sums[5]
+    assert (
+        f"step {newest.step} {newest.prompt} → {' '.join(newest.response.removesuffix('<|im_end|>').split())[:40]}"
+        in of_sums[5]
+    )
     label = page.run("document.querySelector('.chart').getAttribute('aria-label')")
     last = [row for row in rows if row.step == 30]
     share = sum(row.reward < 0.5 or row.failure is not None for row in last) / len(last)

@@ -168,9 +168,11 @@ def test_a_group_is_a_tree_of_forks(page, report):
 
 def test_rewards_by_component_beside_the_group(page, report):
     show(page, report, "view=rollouts")
-    cells = page.wait("[...document.querySelectorAll('.pane table')[0].rows].map((r) => [...r.cells].map((c) => c.innerText))")
+    cells = page.wait(
+        "[...document.querySelectorAll('.pane table')[0].rows].map((r) => [...r.cells].map((c) => c.innerText))"
+    )
     assert cells == [
-        ["part", "value", "", "mean of the group"],
+        ["part", "value", "", "group's mean"],
         ["acc", "1", "", "0.3333"],
         ["format", "0.5", "", "0.5"],
     ]
@@ -222,7 +224,7 @@ def test_a_link_leads_to_it_and_to_its_token(page, report):
 
 def test_very_long_responses_are_compared_too(page, tmp_path):
     words = [f"w{number} " for number in range(5000)]
-    texts = ["".join(words), "".join(words[:2500] + ["other "] + words[2500:])]
+    texts = ["".join(words), "".join([*words[:2500], "other ", *words[2500:]])]
     rows = [row(text, session=session, tokens=(), mask=(), columns={}) for session, text in enumerate(texts)]
     write_run(tmp_path / "run", rows=rows)
     show(page, report_of(tmp_path / "run"), "view=rollouts&row=1&with=0")

@@ -187,7 +187,7 @@ def test_whole_numbers_are_kept_as_they_are(tmp_path):
     ("prompt", "response", "asked", "answered"),
     [
         (
-            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 6*7?<|im_end|>\n<|im_start|>assistant\n",
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 6*7?<|im_end|>\n",
             "<think>\nsix times seven\n</think>\n42<|im_end|>",
             "What is 6*7?",
             "42",
