@@ -7,7 +7,7 @@ import pytest
 from invented_runs import InventedRun
 from report_pages import report_of, show
 
-VIEWS = ("health", "curves", "distributions", "times", "rollouts", "validation", "worst", "probes", "run")
+VIEWS = ("", "curves", "distributions", "times", "rollouts", "validation", "worst", "probes", "run")
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1280, "height": 900}
 
