@@ -162,9 +162,9 @@ def test_a_trajectory_token_by_token(page, runs):
     for name in ("logprob, rollout", "logprob, policy", "advantage", "mask", "version", "entropy", "correction weight"):
         assert name in tip
     assert re.search(rf"entropy\s+{row.columns['entropy'][1]:.3g}"[:-1], tip), (tip, row.columns["entropy"][1])
-    page.point(".token:nth-child(3)")
+    page.point(".token.masked")
     page.wait("document.getElementById('tip').innerText.includes('0: not trained')")
-    assert page.run("document.querySelector('.token:nth-child(3)').className") == "token masked"
+    assert page.run("document.querySelector('.token.masked').className") == "token masked"
 
 
 def test_colours_by_column(page, runs):
@@ -261,7 +261,10 @@ def test_worst_cases_lead_to_their_trajectories(page, runs):
     (of_sums,) = [row for row in cells if row[0] == "sums"]
     assert of_sums[1] == str(len(bad))
     newest = [row for row in bad if row.step == max(row.step for row in bad)][-1]
-    assert f"step {newest.step} {newest.prompt} → {' '.join(newest.response.split())[:40]}" in of_sums[5]
+    assert (
+        f"step {newest.step} {newest.prompt} → {' '.join(newest.response.removesuffix('<|im_end|>').split())[:40]}"
+        in of_sums[5]
+    )
     label = page.run("document.querySelector('.chart').getAttribute('aria-label')")
     last = [row for row in rows if row.step == 30]
     share = sum(row.reward < 0.5 or row.failure is not None for row in last) / len(last)
@@ -278,7 +281,7 @@ def test_two_runs_beside_each_other(page, runs):
     row = next(number for number, row in enumerate(rows) if row.step == 12)
     page.run(f"location.hash = 'view=rollouts&run=0&row={row}'")
     page.wait("document.querySelectorAll('.pane .tokens').length === 2")
-    heads = page.run("[...document.querySelectorAll('.pane h3')].map((head) => head.textContent)")
+    heads = page.run("[...document.querySelectorAll('.pane h2')].map((head) => head.textContent)")
     assert heads == [f"first · {rows[row].problem}", f"second · {rows[row].problem}"]
     steps = page.run(
         "[...document.querySelectorAll('.pane .facts.wide')].map((d) => d.innerText.match(/step\\s+(\\d+)/)[1])"
@@ -294,7 +297,7 @@ def test_the_list_tells_what_was_asked_and_answered(page, runs):
     item = page.wait("document.querySelector('[role=option]').innerText")
     newest = next(row for row in rows if row.step == 30)
     assert newest.prompt in item
-    assert " ".join(newest.response.split())[:40] in item
+    assert " ".join(newest.response.removesuffix("<|im_end|>").split())[:40] in item
 
 
 def test_the_same_problem_across_steps(page, tmp_path):

@@ -1,6 +1,8 @@
 """Which trajectories of a step are written down, and what of them."""
 
 import json
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -146,3 +148,20 @@ def test_a_file_that_cannot_be_written_stops_nothing(tmp_path):
         writer.write(drafts)
     assert [one["event"] for one in logs] == ["rollout_log_failed"]
     writer.close()
+
+
+def test_rows_are_drawn_two_of_a_group_at_a_time():
+    rows = [
+        replace(trajectory(index % 8, reward=float(index)), prompt_uid=f"p{index // 8}-e1", output_index=0)
+        for index in range(64)
+    ]
+    batch = batch_of(*rows)
+    for seed in range(20):
+        chosen = rows_of(batch, count=9, seed=seed)
+        groups = Counter(row // 8 for row in chosen)
+        assert {0, 7} <= set(chosen)  # the worst, also the slowest, and the best beside it
+        assert sum(count == 1 for count in groups.values()) <= 1  # only the last one drawn lacks another
+    drawn = Counter(row for seed in range(200) for row in rows_of(batch, count=10, seed=seed))
+    others = [drawn[row] for row in range(8, 64)]
+    assert min(others) > 200 * 8 / 62 * 0.3
+    assert max(others) < 200 * 8 / 62 * 2.0

@@ -181,3 +181,28 @@ def test_long_names_that_begin_alike_are_told_apart(tmp_path):
 def test_whole_numbers_are_kept_as_they_are(tmp_path):
     _, index, _ = packed([row(reward=reward) for reward in (123462.0, math.nan, 2.0**24 + 1)], tmp_path)
     np.testing.assert_array_equal(index["reward"], [123462.0, math.nan, 2.0**24 + 1])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "asked", "answered"),
+    [
+        (
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 6*7?<|im_end|>\n",
+            "<think>\nsix times seven\n</think>\n42<|im_end|>",
+            "What is 6*7?",
+            "42",
+        ),
+        (
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            "Hello<|eot_id|>",
+            "Hi",
+            "Hello",
+        ),
+        ("<s>[INST] Hi [/INST]", "Hello</s>", "Hi", "Hello</s>"),
+        ("<|im_end|>", "<think></think>", "<|im_end|>", "<think></think>"),
+    ],
+)
+def test_the_list_tells_the_last_question_and_the_answer(tmp_path, prompt, response, asked, answered):
+    header, _, _ = packed([row(prompt=prompt, response=response)], tmp_path)
+    assert (header["prompts"], header["responses"]) == ([asked], [answered])

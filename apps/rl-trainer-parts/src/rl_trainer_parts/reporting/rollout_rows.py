@@ -149,7 +149,7 @@ class RolloutWriter:
 
 
 def choose_rows(batch: Batch, *, count: int, max_tokens: int, seed: int) -> list[int]:
-    """Rows that are written down: the worst, the slowest, and a draw, as far as the tokens reach.
+    """Rows that are written down: the worst, the slowest, the best of the worst one's group, and a draw by pairs.
 
     Args:
         batch: Of a step.
@@ -164,17 +164,33 @@ def choose_rows(batch: Batch, *, count: int, max_tokens: int, seed: int) -> list
     slowest = int(np.argmax([_took_s(extras) for extras in batch.extras]))
     first = [slowest]
     if "reward" in batch and not np.isnan(rewards := batch.dense("reward")).all():
-        first.insert(0, int(np.nanargmin(rewards)))
+        worst = int(np.nanargmin(rewards))
+        group = np.flatnonzero(batch.keys.prompts == batch.keys.prompts[worst])
+        first = [worst, slowest, int(group[np.nanargmax(rewards[group])])]
     drawn = np.argsort(np.random.Philox(key=seed % 2**64).random_raw(len(batch)), kind="stable")
     chosen: list[int] = []
     left = max_tokens
-    for row in dict.fromkeys([*first, *(int(row) for row in drawn)]):
+    for row in dict.fromkeys([*first, *_by_pairs(batch, drawn.tolist())]):
         if len(chosen) == count:
             break
         if not chosen or lengths[row] <= left:
             chosen.append(row)
             left -= int(lengths[row])
     return sorted(chosen)
+
+
+def _by_pairs(batch: Batch, drawn: Sequence[int]) -> Iterator[int]:
+    """The rows as drawn, each with another one of its group behind it: a report shows two responses side by side."""
+    prompts = batch.keys.prompts.tolist()
+    waiting: dict[int, list[int]] = {}
+    for row in reversed(drawn):
+        waiting.setdefault(prompts[row], []).append(row)
+    for row in drawn:
+        of_group = waiting[prompts[row]]
+        if of_group and of_group[-1] == row:
+            yield of_group.pop()
+            if of_group:
+                yield of_group.pop()
 
 
 def problem_id(prompt_ids: IntArray) -> str:

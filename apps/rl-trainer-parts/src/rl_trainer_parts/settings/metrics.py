@@ -19,7 +19,7 @@ class MetricSettings:
         log_val_generations: Validation responses that are written down and given to trackers each time, one to a
             problem; the console shows the worst three.
         log_rollouts: Trajectories of each step that are written to rollouts.jsonl, token by token: first the worst and
-            the slowest, then a draw; 0 writes none.
+            the slowest, the best of the worst one's group, then a draw, two of a group at a time; 0 writes none.
         log_rollout_tokens: Most tokens of their responses together; at least one trajectory is written.
         probes: Tokens of validation responses, those of which the first policy is least sure, that the policy is asked
             about at each validation: what it would rather have had there goes to probes.jsonl.

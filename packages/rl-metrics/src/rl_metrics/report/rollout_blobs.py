@@ -1,6 +1,7 @@
 """Trajectories as the page loads them: an index of all at once, texts and tokens a chunk at a time."""
 
 import math
+import re
 from array import array
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -35,6 +36,18 @@ TEMPLATE_CHARACTERS = 24
 
 SEEN_CHARACTERS = 300
 """Of a prompt, in which such a beginning is looked for."""
+
+ASKED = re.compile(
+    r"<\|im_start\|>user\n|<\|start_header_id\|>user<\|end_header_id\|>\s*|<start_of_turn>user\n"
+    r"|<\|start\|>user<\|message\|>|<[|\uff5c][Uu]ser[|\uff5c]>|\[INST\]"
+)
+ANSWERED = re.compile(
+    r"</think>|<\|im_start\|>assistant\n|<\|start_header_id\|>assistant<\|end_header_id\|>\s*"
+    r"|<start_of_turn>model\n|<\|message\|>|<[|\uff5c][Aa]ssistant[|\uff5c]>|\[/INST\]"
+)
+"""Behind the last one stands what the list tells of a prompt, and of a response."""
+
+CONTROL = re.compile(r"<[|\uff5c][^<>|\s]{1,40}[|\uff5c]>|<end_of_turn>|\[/INST\]")
 
 UNKNOWN = -1
 """Staleness of a trajectory whose versions are not known."""
@@ -169,8 +182,8 @@ class RolloutPacker:
             codes = self._codes[name]
             self._index[name].append(codes.setdefault(_short(text), len(codes)))
         if len(self._codes["problem"]) > len(self._prompts):
-            self._prompts.append(row.prompt[:SEEN_CHARACTERS])
-        self._responses.append(_one_line(row.response))
+            self._prompts.append(_last_part(row.prompt, ASKED)[:SEEN_CHARACTERS])
+        self._responses.append(_one_line(_last_part(row.response, ANSWERED)))
         self._add_parts(row)
         self._chunk.add(row)
         self._count += 1
@@ -237,6 +250,13 @@ def _told_apart(prompts: list[str]) -> list[str]:
     if length < TEMPLATE_CHARACTERS:
         return [_one_line(prompt) for prompt in prompts]
     return [f"…{_one_line(prompt[length:])}" for prompt in prompts]
+
+
+def _last_part(text: str, begin: re.Pattern[str]) -> str:
+    """What stands behind the last beginning, up to a control token; the whole text where there is nothing."""
+    start = max((found.end() for found in begin.finditer(text)), default=0)
+    part = CONTROL.split(text[start:], maxsplit=1)[0]
+    return part if part.strip() else text
 
 
 def _one_line(text: str) -> str:

@@ -54,3 +54,8 @@ function settled(call, wait = 200) {
 function breathe() {
   return new Promise((resolve) => setTimeout(resolve, 0));
 }
+
+/** Whether the page is as narrow as a phone's. */
+function isNarrow() {
+  return matchMedia("(max-width: 800px)").matches;
+}

@@ -98,7 +98,7 @@ function stateInput(name, properties, set) {
 /** The form; `changed` is called when a filter was. */
 function filterForm(runs, trajectories, changed) {
   const set = (name) => (value) => {
-    viewState.set({ [name]: value, row: "" }, { isQuiet: true });
+    viewState.set({ [name]: value, row: "", ...NO_CHOICE }, { isQuiet: true });
     changed();
   };
   const field = (name, properties) => stateInput(name, properties, set(name));
@@ -124,18 +124,32 @@ function filterForm(runs, trajectories, changed) {
     { class: "filters", role: "search", "aria-label": "Filters", onsubmit: (event) => event.preventDefault() },
     runs.length > 1 ? runChoice(runs, runs.findIndex((run) => run.trajectories === trajectories)) : null,
     labelled("Text in prompt or response", field("q", { type: "search", id: "search", placeholder: "search" }), "grow"),
-    range("s0", "s1", "Steps", 1),
-    range("r0", "r1", "Reward", "any"),
-    labelled("Worst cases", makeSelect("Worst cases", worsts, viewState.get("worst"), set("worst"))),
-    trajectories.parts.length ? choice("part", "Part of the reward", trajectories.parts) : null,
-    trajectories.parts.length ? range("p0", "p1", "That part", "any") : null,
-    source.length > 1 ? choice("source", "Source", source) : null,
-    finish.length > 1 ? choice("finish", "Finish", finish) : null,
-    failure.length > 1 ? labelled("Failure", makeSelect("Failure", failures, wantedFailure, set("failure"))) : null,
-    labelled("Problem", field("problem", { type: "search", placeholder: "part of its name" })),
     labelled("Order", makeSelect("Order", sorts, viewState.get("sort"), set("sort"))),
-    make("button", { type: "button", onclick: () => viewState.set({ ...noFilters(), row: "" }, { isStep: true }) }, "Clear"),
+    make("button", { type: "button", onclick: () => viewState.set({ ...noFilters(), row: "", ...NO_CHOICE }, { isStep: true }) }, "Clear"),
+    moreFields([
+      range("s0", "s1", "Steps", 1),
+      range("r0", "r1", "Reward", "any"),
+      labelled("Worst cases", makeSelect("Worst cases", worsts, viewState.get("worst"), set("worst"))),
+      trajectories.parts.length ? choice("part", "Part of the reward", trajectories.parts) : null,
+      trajectories.parts.length ? range("p0", "p1", "That part", "any") : null,
+      source.length > 1 ? choice("source", "Source", source) : null,
+      finish.length > 1 ? choice("finish", "Finish", finish) : null,
+      failure.length > 1 ? labelled("Failure", makeSelect("Failure", failures, wantedFailure, set("failure"))) : null,
+      labelled("Problem", field("problem", { type: "search", placeholder: "part of its name" })),
+    ]),
   );
+}
+
+/** Fields that fold, open where there is room; folded, they tell how many are used. */
+function moreFields(fields) {
+  const folded = foldable("filters", !isNarrow(), "more-fields", "", make("div", { class: "filters" }, fields));
+  const tell = () => {
+    const used = [...folded.querySelectorAll("input, select")].filter((one) => (one.options ? one.selectedIndex > 0 : one.value !== "")).length;
+    folded.firstChild.textContent = `Filters${used ? `, ${used} used` : ""}`;
+  };
+  folded.addEventListener("toggle", tell);
+  tell();
+  return folded;
 }
 
 function noFilters() {
@@ -144,6 +158,6 @@ function noFilters() {
 
 function runChoice(runs, chosen) {
   const options = runs.map(({ header }, place) => [String(place), header.name]);
-  const select = (value) => viewState.set({ run: value, row: "" }, { isStep: true });
+  const select = (value) => viewState.set({ run: value, row: "", ...NO_CHOICE }, { isStep: true });
   return labelled("Run", makeSelect("Run", options, String(chosen), select));
 }

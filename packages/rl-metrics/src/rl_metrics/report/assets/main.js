@@ -28,7 +28,7 @@ function chosenView() {
 
 function showNavigation() {
   const links = VIEWS.filter((view) => view.isThere?.(page.runs) ?? true).map(({ id, title }) =>
-    make("a", { href: viewState.link({ view: id }), "data-view": id, onclick: (event) => goTo(event, id) }, title),
+    make("a", { href: location.href.split("#")[0] + viewState.link({ view: id }), "data-view": id, onclick: (event) => goTo(event, id) }, title),
   );
   byId("views").replaceChildren(...links);
 }
@@ -40,9 +40,15 @@ function goTo(event, view) {
 }
 
 function markView() {
-  for (const link of byId("views").children) {
-    if (link.dataset.view === page.view.id) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
+  byId("view").textContent = page.view.title; // for who hears the page
+  const views = byId("views");
+  for (const link of views.children) {
+    if (link.dataset.view !== page.view.id) {
+      link.removeAttribute("aria-current");
+      continue;
+    }
+    link.setAttribute("aria-current", "page");
+    views.scrollLeft = link.offsetLeft - views.offsetLeft - (views.clientWidth - link.offsetWidth) / 2; // a phone shows a few at once
   }
 }
 

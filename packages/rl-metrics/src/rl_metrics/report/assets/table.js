@@ -3,9 +3,10 @@
 /** A table; headings may be [text, "number"], "moment" or "long" for columns of such, cells texts or elements. */
 function makeTable(caption, headings, rows) {
   const kinds = headings.map((heading) => (Array.isArray(heading) ? heading[1] : null));
-  const head = headings.map((heading, place) =>
-    make("th", { scope: "col", class: kinds[place] }, Array.isArray(heading) ? heading[0] : heading),
-  );
+  const head = headings.map((heading, place) => {
+    const [text] = [heading].flat();
+    return make(text === "" ? "td" : "th", { scope: text === "" ? null : "col", class: kinds[place] }, text);
+  });
   const body = rows.map((cells) =>
     make("tr", {}, cells.map((cell, place) => make("td", { class: kinds[place] }, cell))),
   );

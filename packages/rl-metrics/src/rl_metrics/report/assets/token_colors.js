@@ -24,6 +24,8 @@ function largest(values) {
 
 /** Colourings: [label, columns it needs, what they say, (columns) => (place) => colour]. */
 const COLORINGS = {
+  differs: ["differences", ["differs"], "yellow: words that the other one lacks",
+    ({ differs }) => (place) => (differs[place] ? "var(--mark)" : "")],
   policy: ["probability, learner", ["policy_logprobs"], "red: unlikely",
     ({ policy_logprobs: values }) => (place) => shade(RED, 1 - Math.exp(values[place]))],
   rollout: ["probability, engine", ["rollout_logprobs"], "red: unlikely",

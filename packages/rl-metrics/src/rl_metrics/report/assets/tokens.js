@@ -3,51 +3,109 @@
 
 const LINE_ENDS = /\n/g;
 const MOVES = new Map([["ArrowRight", 1], ["ArrowLeft", -1], ["PageDown", 50], ["PageUp", -50], ["End", Infinity], ["Home", -Infinity]]);
+const MOST_BYTES = 4; // of a character
 
-/** The element; `coloring()` names the colouring. Its `paint` colours anew. */
-function tokenView(part, learnerVersion, coloring) {
+/**
+ * Texts of tokens as the response reads: by itself a token may be a part of a character, or lose its space.
+ * The tokens themselves where the two do not fit.
+ */
+function readTokens(tokens, response) {
+  if (tokens.join("") === response) return tokens;
+  const shown = [];
+  let [place, parts] = [0, 0];
+  for (const token of tokens) {
+    if (token.includes("\ufffd")) {
+      shown.push("");
+      parts++;
+      continue;
+    }
+    const at = response.indexOf(token, place);
+    if (at < 0 || at - place > Math.max(1, parts * MOST_BYTES)) return tokens;
+    const between = response.slice(place, at);
+    if (parts) shown[shown.length - 1] = between;
+    shown.push(parts ? token : between + token);
+    place = at + token.length;
+    parts = 0;
+  }
+  if (parts) shown[shown.length - 1] = response.slice(place);
+  return parts || place === response.length ? shown : tokens;
+}
+
+/** Where each text begins when they are joined, and, behind them, where the last one ends. */
+function startsOf(texts) {
+  return texts.reduce((starts, { length }) => (starts.push(starts.at(-1) + length), starts), [0]);
+}
+
+/** [start, end] in the joined texts of each run of tokens that were not sampled. */
+function repliesOf(mask, starts) {
+  const replies = [];
+  mask?.forEach((isSampled, place) => {
+    if (isSampled) return;
+    if (replies.at(-1)?.[1] === starts[place]) replies.at(-1)[1] = starts[place + 1];
+    else replies.push([starts[place], starts[place + 1]]);
+  });
+  return replies;
+}
+
+/**
+ * The elements. part: {tokens, ids, texts, starts, columns}; `lay(show)` gives the turns that the tokens are in,
+ * `coloring()` names the colouring, and `told(place)` is called with a token that was chosen. `paint` colours anew.
+ */
+function tokenView(part, learnerVersion, { coloring, lay, told }) {
   const spans = part.tokens.map((token, place) => {
     const isSampled = !part.columns.mask || part.columns.mask[place] > 0;
-    const span = make("bdi", { class: isSampled ? "token" : "token masked", "data-place": place });
-    span.textContent = visible(token).replace(LINE_ENDS, "↵\n") || "∅";
+    const span = make("bdi", { class: `token${isSampled ? "" : " masked"}${part.columns.differs?.[place] ? " differs" : ""}`, "data-place": place });
+    span.textContent = visible(part.texts[place]).replace(LINE_ENDS, "↵\n") || (token ? "" : "∅");
     return span;
   });
-  const detail = make("dl", { class: "facts", "aria-live": "polite" });
-  const box = make(
-    "div",
-    { class: "tokens", tabindex: "0", role: "group", "aria-label": "Response, token by token: arrow keys, page up, page down, home and end move" },
-    spans,
-  );
-  let current = -1;
-  const tell = (place) => {
-    spans[current]?.classList.remove("current");
-    current = place;
-    spans[current].classList.add("current");
-    detail.replaceChildren(...factNodes(tokenFacts(part, place, learnerVersion)));
+  let next = 0;
+  const show = (_, end) => {
+    const first = next;
+    while (next < spans.length && part.starts[next] < end) next++;
+    return spans.slice(first, next);
   };
-  box.addEventListener("pointerover", (event) => {
-    const span = event.target.closest(".token");
-    if (span) showTip(span, tokenFacts(part, Number(span.dataset.place), learnerVersion));
-  });
-  box.addEventListener("pointerleave", hideTip);
-  box.addEventListener("click", (event) => {
-    const span = event.target.closest(".token");
-    if (span) tell(Number(span.dataset.place));
-  });
-  box.addEventListener("keydown", (event) => {
-    const by = MOVES.get(event.key);
-    if (!by || !spans.length || event.ctrlKey || event.altKey || event.metaKey) return;
-    event.preventDefault();
-    event.stopPropagation();
-    tell(Math.min(Math.max(current + by, 0), spans.length - 1));
-    spans[current].scrollIntoView({ block: "nearest" });
-  });
+  const detail = make("dl", { class: "facts", "aria-live": "polite" });
+  const box = make("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Response, token by token" }, lay(show), spans.slice(next));
+  const goTo = walkTokens(box, spans, detail, (place) => tokenFacts(part, place, learnerVersion), told);
   const paint = () => {
     const color = (COLORINGS[coloring()]?.[3] ?? COLORINGS.none[3])(part.columns);
     spans.forEach((span, place) => (span.style.backgroundColor = color(place)));
   };
   paint();
-  return { nodes: [box, detail], paint };
+  return { nodes: [box, detail], paint, goTo };
+}
+
+/** Pointer and keys tell of a token; gives what goes to one. */
+function walkTokens(box, spans, detail, factsOf, told) {
+  let current = -1;
+  const tell = (place) => {
+    spans[current]?.classList.remove("current");
+    current = place;
+    spans[current].classList.add("current");
+    detail.replaceChildren(...factNodes(factsOf(place)));
+    told(place);
+  };
+  const goTo = (place) => {
+    const folded = spans[place].closest("details");
+    if (folded) folded.open = true;
+    tell(place);
+    spans[place].scrollIntoView({ block: "nearest" });
+  };
+  const over = (event, call) => {
+    const span = event.target.closest(".token");
+    if (span) call(Number(span.dataset.place), span);
+  };
+  box.addEventListener("pointerover", (event) => over(event, (place, span) => showTip(span, factsOf(place))));
+  box.addEventListener("pointerleave", hideTip);
+  box.addEventListener("click", (event) => over(event, tell));
+  box.addEventListener("keydown", (event) => {
+    const by = MOVES.get(event.key);
+    if (!by || !spans.length || event.ctrlKey || event.altKey || event.metaKey) return;
+    event.preventDefault();
+    event.stopPropagation();
+    goTo(Math.min(Math.max(current + by, 0), spans.length - 1));
+  });
+  return goTo;
 }
 
 function factNodes(facts) {

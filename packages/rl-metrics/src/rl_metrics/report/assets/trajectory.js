@@ -1,56 +1,106 @@
 "use strict";
-// One trajectory: what was asked, what was answered, token by token, and the same problem at other steps.
+// One trajectory: what was asked and answered, its reward, its group, and the same problem at other steps.
 
-/** Show a row of a run in a place, perhaps beside another; null when the place was given something else meanwhile. */
-async function showTrajectory(place, runs, number_, row, { isBeside = false } = {}) {
-  const run = runs[number_];
-  const { trajectories } = run;
-  const key = trajectoryKey(runs, number_, row);
+/** What is known of a trajectory: its texts, and its tokens as the response reads; null for none. */
+async function readWhole(trajectories, row) {
+  const [text, known] = await Promise.all([trajectories.text(row), trajectories.tokens(row)]);
+  if (!known.tokens.length) return { text, response: text.response, part: null };
+  const texts = readTokens(known.tokens, text.response);
+  return { text, response: texts.join(""), part: { ...known, texts, starts: startsOf(texts) } };
+}
+
+function turnsOf({ text, response, part }) {
+  return conversationOf(text.prompt, response, part ? repliesOf(part.columns.mask, part.starts) : []);
+}
+
+/**
+ * Show a row of a run in a place; null when the place was given something else meanwhile.
+ * against: [run, row] whose words it is compared with.
+ */
+async function showTrajectory(place, runs, number_, row, { isBeside = false, against = null } = {}) {
+  const { header, trajectories } = runs[number_];
+  const key = trajectoryKey(runs, number_, row, against);
   place.shown = key;
-  const [text, part] = await Promise.all([trajectories.text(row), trajectories.tokens(row)]);
+  const [own, other, group] = await Promise.all([
+    readWhole(trajectories, row), against ? readWhole(runs[against[0]].trajectories, against[1]) : null, groupOf(trajectories, row),
+  ]);
   if (place.shown !== key) return null;
-  const learnerVersion = trajectories.columns.version[row];
-  const possible = possibleColorings(part.columns);
+  const { text } = own;
+  place.replaceChildren(
+    make("h2", {}, runs.length > 1 ? `${header.name} · ` : "", snippet(trajectories.name("problem", row), 80), viewState.get("with") === "" ? "" : ` · ${sessionName(text, group)}`),
+    actionBar(trajectories, number_, row, own, isBeside ? [] : group),
+    ...trajectoryFacts(trajectories, row, text),
+    text.failure ? make("p", { class: "failure" }, `Failed: ${text.failure}`) : "",
+    ...conversationNodes(place, trajectories.columns.version[row], own, { isBeside, differs: other && differences(own.response, other.response)[0] }),
+    text.truth === null ? "" : make("p", {}, "Expected: ", make("code", {}, visible(text.truth))),
+    rewardParts(text, trajectories, row, group, runs.length > 1 ? ` of ${header.name}` : ""),
+    isBeside ? "" : groupTree(trajectories, number_, row, group),
+    isBeside ? "" : sameProblem(runs, number_, row),
+  );
+  return text;
+}
+
+/** The prompt's turns, and the response's, coloured token by token where its tokens are known. */
+function conversationNodes(place, version, { text, response, part }, { isBeside, differs }) {
+  const { asked, answered } = turnsOf({ text, response, part });
+  const showPrompt = (start, end) => visible(text.prompt.slice(start, end));
+  const lay = (show) => turnNodes(response, answered, show);
+  const prompt = [make(
+    "details", { open: viewState.get("with") === "" }, make("summary", {}, make("h3", {}, "Prompt")), // which two of a group share
+    make("div", { class: "text", tabindex: "0", role: "group", "aria-label": "Prompt" }, turnNodes(text.prompt, asked, showPrompt)),
+  )];
+  place.paint = null;
+  if (!part) {
+    const shown = lay((start, end) => markedText(response, differs, start, end));
+    const box = make("div", { class: "text", tabindex: "0", role: "group", "aria-label": "Response" }, shown.length ? shown : "∅");
+    return [...prompt, make("h3", {}, "Response"), box];
+  }
+  if (differs) part.columns.differs = part.tokens.map((_, at) => Number(differs.subarray(part.starts[at], part.starts[at + 1]).includes(1)));
+  const { chosen, field } = colorChoice(part.columns);
+  const isStill = ((shown) => () => place.shown === shown)(place.shown);
+  const told = settled((token) => !isBeside && isStill() && viewState.set({ token }, { isQuiet: true }));
+  const view = tokenView(part, version, { coloring: chosen, lay, told });
+  place.paint = view.paint;
+  const token = viewState.place("token", part.tokens.length);
+  if (!isBeside && token >= 0) setTimeout(() => isStill() && view.goTo(token));
+  return [...prompt, make("div", { class: "bar" }, make("h3", {}, "Response"), field), ...view.nodes];
+}
+
+/** How tokens are coloured, of all panes; two responses that are compared by their differences. */
+function colorChoice(columns) {
+  const possible = possibleColorings(columns);
   const chosen = () => {
-    const wanted = viewState.get("color", "policy");
+    const wanted = viewState.get("color", viewState.get("with") === "" ? "policy" : "differs");
     return possible.some(([key]) => key === wanted) ? wanted : possible[0][0];
   };
-  const view = tokenView(part, learnerVersion, chosen);
-  place.paint = view.paint;
   const meaning = make("span", { class: "muted" }, COLORINGS[chosen()][2]);
   const colors = makeSelect("Colour", possible.map(([key, [label]]) => [key, label]), chosen(), (value) => {
     viewState.set({ color: value });
     meaning.textContent = COLORINGS[value][2];
     document.querySelectorAll(".pane").forEach((pane) => pane.paint?.());
   });
-  const answer = part.tokens.length ? view.nodes : plainText(text.response);
-  place.replaceChildren(
-    make("h3", {}, runs.length > 1 ? `${run.header.name} · ` : "", snippet(trajectories.name("problem", row), 80)),
-    trajectoryFacts(trajectories, row, text),
-    text.failure ? make("p", { class: "failure" }, `Failed: ${text.failure}`) : "",
-    make("h4", {}, "Prompt"),
-    plainText(text.prompt),
-    make("div", { class: "bar" }, make("h4", {}, "Response"), part.tokens.length ? labelled("Colour", colors) : null, meaning),
-    ...[answer].flat(),
-    text.truth === null ? "" : make("p", {}, "Expected: ", make("code", {}, visible(text.truth))),
-    rewardParts(text, trajectories.columns.reward[row]),
-    isBeside ? "" : sameProblem(runs, number_, row),
-  );
-  return text;
+  return { chosen, field: [labelled("Colour", colors), meaning] };
+}
+
+/** A stretch of a text, words that differ marked. */
+function markedText(text, differs, start, end) {
+  if (!differs) return visible(text.slice(start, end));
+  const nodes = [];
+  for (let from = start; from < end; ) {
+    let to = from;
+    while (to < end && differs[to] === differs[from]) to++;
+    nodes.push(differs[from] ? make("mark", {}, text.slice(from, to)) : visible(text.slice(from, to)));
+    from = to;
+  }
+  return nodes;
 }
 
 /** Another one when a run that still writes has put another trajectory there, or has more of the problem. */
-function trajectoryKey(runs, number_, row) {
+function trajectoryKey(runs, number_, row, against) {
   const { trajectories } = runs[number_];
   const problem = trajectories.name("problem", row);
   const counts = runs.map((run) => run.trajectories.ofProblem(problem).length);
-  return [number_, row, trajectories.columns.step[row], counts, problem].join("/");
-}
-
-function plainText(text) {
-  const box = make("pre", { class: "text", tabindex: "0", dir: "auto" });
-  box.textContent = visible(text);
-  return box;
+  return [number_, row, trajectories.columns.step[row], counts, against, problem].join("/");
 }
 
 function trajectoryFacts(trajectories, row, text) {
@@ -61,8 +111,10 @@ function trajectoryFacts(trajectories, row, text) {
     ["source", trajectories.name("source", row)],
     ["finish", trajectories.name("finish", row)],
     ["tokens", length[row]],
-    ["policy version", version[row]],
     ["staleness", staleness[row] < 0 ? "–" : staleness[row]],
+  ];
+  const more = [
+    ["policy version", version[row]],
     ["mean advantage", number(advantage[row])],
     ["mean entropy", number(entropy[row])],
     ["mean mismatch", number(mismatch[row])],
@@ -71,18 +123,25 @@ function trajectoryFacts(trajectories, row, text) {
   const times = Object.entries(text.timings).map(([name, value]) => [
     name.replace(/_s$/, " time"), name.endsWith("_s") ? seconds(value) : number(value),
   ]);
-  return make("dl", { class: "facts wide" }, [...facts, ...times].map((fact) => make("div", {}, factNodes([fact]))));
+  return [
+    make("dl", { class: "facts wide" }, facts.map((fact) => make("div", {}, factNodes([fact])))),
+    make("details", {}, make("summary", { class: "note" }, "More"), make("dl", { class: "facts" }, factNodes([...more, ...times]))),
+  ];
 }
 
-function rewardParts(text, reward) {
+/** The parts of the reward, beside their means over the group. */
+function rewardParts(text, trajectories, row, group, ofRun) {
   const parts = Object.entries(text.components);
   if (!parts.length) return "";
   const most = Math.max(1e-9, ...parts.map(([, value]) => Math.abs(value ?? 0)));
   const rows = parts.map(([name, value]) => {
     const bar = make("meter", { min: 0, max: most, value: Math.abs(value ?? 0), "aria-label": visible(name) });
-    return [name, number(value), bar];
+    const known = group.map((one) => one.text.components[name]).filter((one) => one !== null && one !== undefined);
+    return [name, number(value), bar, number(known.reduce((sum, one) => sum + one, 0) / known.length)];
   });
-  return makeTable(`Parts of the reward ${number(reward)}`, ["part", ["value", "number"], ""], rows);
+  const headings = ["part", ["value", "number"], "", ["group's mean", "number"]];
+  const count = group.length > 1 ? 4 : 3;
+  return makeTable(`Parts of the reward ${number(trajectories.columns.reward[row])}, ${sessionName(text, group)}${ofRun}`, headings.slice(0, count), rows.map((cells) => cells.slice(0, count)));
 }
 
 const MAX_SAME = 60;
@@ -97,14 +156,14 @@ function sameProblem(runs, ofRun, row) {
     const near = aroundRow(rows, number_ === ofRun ? rows.indexOf(row) : 0);
     const lines = near.map((other) => {
       const isThis = number_ === ofRun && other === row;
-      const link = make("a", { href: viewState.link({ run: number_, row: other }), "aria-current": isThis ? "true" : null }, `step ${step[other]}`);
+      const link = make("a", { href: viewState.link({ run: number_, row: other, ...NO_CHOICE }), "aria-current": isThis ? "true" : null }, `step ${step[other]}`);
       return [link, make("span", { class: `score ${trajectories.kind(other)}` }, number(reward[other])), trajectories.responses[other] || "∅"];
     });
     const more = rows.length > near.length ? `, ${near.length} of them` : "";
     const title = `${runs.length > 1 ? `${header.name}: ` : ""}${plural(rows.length, "trajectory", "trajectories")}${more}`;
-    return makeTable(title, ["step", ["reward", "number"], "response"], lines);
+    return makeTable(title, ["step", ["reward", "number"], ["response", "long"]], lines);
   });
-  return make("section", { class: "same", "aria-label": "The same problem" }, make("h4", {}, "The same problem across steps"), tables.filter(Boolean));
+  return make("section", { class: "same", "aria-label": "The same problem" }, make("h3", {}, "The same problem across steps"), tables.filter(Boolean));
 }
 
 /** So many rows around one place. */

@@ -72,7 +72,9 @@ class TrajectoryList {
 
   onClick(event) {
     const item = event.target.closest("[role=option]");
-    if (item) this.select(Number(item.dataset.row));
+    if (!item) return;
+    this.select(Number(item.dataset.row));
+    if (isNarrow()) document.querySelector(".panes").scrollIntoView(); // which is below the list
   }
 
   draw() {
@@ -94,7 +96,7 @@ class TrajectoryList {
         "aria-setsize": this.rows.length, "aria-posinset": place + 1,
       },
       make("span", { class: `score ${this.trajectories.kind(row)}` }, number(reward[row])),
-      make("span", { class: "what" }, this.trajectories.asked(row), make("span", { class: "muted" }, " → "), this.trajectories.responses[row] || "∅"),
+      make("span", { class: "what" }, make("span", {}, this.trajectories.asked(row)), make("span", {}, ` → ${this.trajectories.responses[row] || "∅"}`)),
       make("span", { class: "muted" },
         `step ${step[row]} · ${this.trajectories.name("source", row)} · ${plural(length[row], "token")}` +
           (finish === "stop" ? "" : ` · ${finish}`) + (failure[row] ? " · failed" : "")),

@@ -36,11 +36,13 @@ function sampleForm(runs, generations, changed) {
     { class: "filters", role: "search", "aria-label": "Filters", onsubmit: (event) => event.preventDefault() },
     runs.length > 1 ? runChoice(runs, runs.findIndex((run) => run.generations === generations)) : null,
     labelled("Text in prompt or response", field("vq", { type: "search", id: "search", placeholder: "search" }), "grow"),
-    labelled("Validation", makeSelect("Validation", [...steps, ["all", "all steps"]], String(chosenValidation(generations)), set("vstep"))),
-    tables.length > 1 ? labelled("Table", makeSelect("Table", [["", "all"], ...tables], viewState.get("vtable"), set("vtable"))) : null,
-    labelled("Score", make("span", { class: "range" }, number_("v0", "Score from"), "–", number_("v1", "Score to"))),
-    labelled("Order", makeSelect("Order", Object.entries(SAMPLE_SORTS), viewState.get("vsort"), set("vsort"))),
     make("button", { type: "button", onclick: () => viewState.set(noSampleFilters(), { isStep: true }) }, "Clear"),
+    moreFields([
+      labelled("Validation", makeSelect("Validation", [...steps, ["all", "all steps"]], String(chosenValidation(generations)), set("vstep"))),
+      tables.length > 1 ? labelled("Table", makeSelect("Table", [["", "all"], ...tables], viewState.get("vtable"), set("vtable"))) : null,
+      labelled("Score", make("span", { class: "range" }, number_("v0", "Score from"), "–", number_("v1", "Score to"))),
+      labelled("Order", makeSelect("Order", Object.entries(SAMPLE_SORTS), viewState.get("vsort"), set("vsort"))),
+    ]),
   );
 }
 
@@ -81,7 +83,7 @@ function otherWithSamples(runs, number_) {
 function sampleHeadings(runs, number_) {
   const beside = otherWithSamples(runs, number_);
   const ofRun = (name, run) => (runs.length > 1 ? `${name}, ${runs[run].header.name}` : name);
-  const own = [["step", "number"], ["prompt", "long"], "expected", ["score", "number"], [ofRun("response", number_), "long"], ""];
+  const own = [["step", "number"], ["prompt", "long"], "expected", ["score", "number"], [ofRun("response", number_), "long"], ["", "long"]];
   return beside < 0 ? own : [...own, ["step", "number"], ["score", "number"], [ofRun("response", beside), "long"]];
 }
 

@@ -1,7 +1,10 @@
 "use strict";
 // The rollout viewer: filters, the list, and the trajectory; of several runs the same problem beside it.
 
-const viewer = { generation: 0, list: null, panes: null, shown: "" };
+/** Of one trajectory alone: a token of it, and which other of its group is beside it. */
+const NO_CHOICE = { token: "", with: "" };
+
+const viewer = { generation: 0, isSearching: false, list: null, panes: null, shown: "" };
 
 const rolloutsView = {
   id: "rollouts",
@@ -13,26 +16,25 @@ const rolloutsView = {
     const progress = make("progress", { max: 1, value: 0, hidden: true, "aria-label": "Search" });
     const panes = viewer.panes ?? make("div", { class: "panes" }); // what is shown in them stays, as long as it is the same
     viewer.panes = panes;
-    const list = new TrajectoryList(trajectories, (row) => viewState.set({ row }));
+    const list = new TrajectoryList(trajectories, (row) => viewState.set({ row, ...NO_CHOICE }));
     const listed = isRenewed && viewer.shown === filterText() ? viewer.list?.rows : undefined;
     viewer.list = list;
+    viewer.show = () => showPanes(panes, runs, number_);
     const refresh = (before) => {
       viewer.shown = filterText();
       listRows(trajectories, list, status, progress, before);
-      showPanes(panes, runs, number_);
     };
     place.replaceChildren(
       filterForm(runs, trajectories, () => refresh()),
       make("div", { class: "viewer" },
         make("div", { class: "side-list" }, make("div", { class: "found" }, status, progress), list.place), panes),
     );
-    viewer.show = () => showPanes(panes, runs, number_);
     refresh(listed);
   },
   /** Follow the URL without making everything anew, where only the trajectory is another. */
   follow(place, runs) {
     if (filterText() !== viewer.shown) return this.render(place, runs);
-    const row = viewState.place("row", runs[viewState.place("run", runs.length, 0)].trajectories.count);
+    const row = chosenRow(runs[viewState.place("run", runs.length, 0)].trajectories);
     if (viewer.list && row !== viewer.list.selected) viewer.list.select(row, { isQuiet: true });
     return viewer.show();
   },
@@ -42,33 +44,46 @@ function filterText() {
   return ["run", ...FILTERS].map((name) => viewState.get(name)).join("\n");
 }
 
+/** The trajectory that the URL names; without one the first of the list. */
+function chosenRow({ count }) {
+  const row = viewState.place("row", count);
+  return row >= 0 ? row : (viewer.list?.rows[0] ?? -1);
+}
+
 /** List what the filters let through; rows that were listed `before` stay until a search is through. */
 async function listRows(trajectories, list, status, progress, before) {
   const generation = ++viewer.generation;
   const isOver = () => generation !== viewer.generation;
   const rows = matchingRows(trajectories);
   const text = viewState.get("q");
-  const selected = viewState.place("row", trajectories.count);
+  const show = (listed, more) => {
+    list.rows = listed; // the first of them may be the one to show
+    list.show(listed, chosenRow(trajectories), more);
+    viewer.show();
+  };
   if (text === "") {
+    viewer.isSearching = false;
     progress.hidden = true;
-    list.show(rows, selected, { stays: before !== undefined });
+    show(rows, { stays: before !== undefined });
     status.textContent = foundText(trajectories, rows.length);
     return;
   }
+  viewer.isSearching = true;
   progress.hidden = false;
-  list.show(before ?? [], selected);
+  show(before ?? []);
   const found = await searchTexts(trajectories, rows, text, {
     isOver,
     progress: (share, soFar) => {
       progress.value = share;
       if (before) return;
-      list.show(soFar, selected);
+      show(soFar);
       status.textContent = `${plural(soFar.length, "trajectory", "trajectories")} so far`;
     },
   });
   if (!found || isOver()) return;
+  viewer.isSearching = false;
   progress.hidden = true;
-  list.show(found, selected, { stays: before !== undefined });
+  show(found, { stays: before !== undefined });
   status.textContent = foundText(trajectories, found.length);
 }
 
@@ -81,15 +96,14 @@ function foundText(trajectories, count) {
 /** The chosen trajectory, and beside it the same problem of the other run. */
 function showPanes(panes, runs, number_) {
   const { trajectories } = runs[number_];
-  const row = viewState.place("row", trajectories.count);
+  const row = chosenRow(trajectories);
   if (row < 0) {
-    const text = trajectories.count
-      ? "Choose a trajectory: arrow keys go through the list, left and right through the tokens."
-      : "The run recorded no trajectories.";
+    const text = trajectories.count ? (viewer.isSearching ? "Searching …" : "No trajectory matches the filters.") : "The run recorded no trajectories.";
     panes.replaceChildren(make("div", { class: "pane" }, make("p", { class: "muted" }, text)));
     return;
   }
-  const wanted = runs.length > 1 ? [[number_, row], otherRun(runs, number_, row)] : [[number_, row]];
+  const wanted = besides(runs, number_, row);
+  const isAlone = wanted.length < 2 || wanted[1][1] === undefined;
   while (panes.children.length > wanted.length || panes.querySelector(".pane > p:only-child")) panes.lastChild.remove();
   wanted.forEach(([run, ofRun], place) => {
     if (!panes.children[place]) panes.append(make("article", { class: "pane", tabindex: "0", "aria-label": `Trajectory ${place + 1}` }));
@@ -99,9 +113,10 @@ function showPanes(panes, runs, number_) {
       pane.replaceChildren(make("div", {}, besideChoice(runs, number_, run), make("p", { class: "muted" }, "This run recorded no trajectory of the problem.")));
       return;
     }
-    if (pane.shown === trajectoryKey(runs, run, ofRun)) return;
-    showTrajectory(pane, runs, run, ofRun, { isBeside: place > 0 }).then(
-      (text) => text && place > 0 && pane.prepend(besideChoice(runs, number_, run)),
+    const against = isAlone ? null : wanted[1 - place];
+    if (pane.shown === trajectoryKey(runs, run, ofRun, against)) return;
+    showTrajectory(pane, runs, run, ofRun, { isBeside: place > 0, against }).then(
+      (text) => text && place > 0 && run !== number_ && pane.prepend(besideChoice(runs, number_, run)),
       (error) => pane.replaceChildren(make("p", { class: "failure" }, `It cannot be shown: ${error.message}`)),
     );
   });
@@ -110,6 +125,13 @@ function showPanes(panes, runs, number_) {
 function besideChoice(runs, number_, chosen) {
   const others = runs.map(({ header }, place) => [String(place), header.name]).filter(([place]) => Number(place) !== number_);
   return labelled("Beside", makeSelect("Run beside", others, String(chosen), (value) => viewState.set({ beside: value, other: "" })));
+}
+
+/** The trajectory, and what stands beside it: another of its group where one is chosen, or the other run's. */
+function besides(runs, number_, row) {
+  const other = viewState.place("with", runs[number_].trajectories.count);
+  if (other >= 0 && other !== row) return [[number_, row], [number_, other]];
+  return runs.length > 1 ? [[number_, row], otherRun(runs, number_, row)] : [[number_, row]];
 }
 
 /** The run beside, and its trajectory of the same problem at the nearest step. */
