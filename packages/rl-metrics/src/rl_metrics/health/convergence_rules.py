@@ -17,6 +17,7 @@ from rl_metrics.health.common_rules import (
     TOO_MANY_UPDATES,
     TOO_OLD,
 )
+from rl_metrics.health.families import GRADIENT_ALONE, REWARDED, TAUGHT
 from rl_metrics.health.rules import Cause, Rule, Threshold, condition
 
 OF_TOKENS = "{metric}: {value:share} of the tokens (at most {max:share} is healthy)"
@@ -40,6 +41,7 @@ CONVERGENCE = (
             Threshold("min", -0.5, "running median", GUIDE),
             Threshold("max", 0.5, "running median", GUIDE),
         ),
+        families=GRADIENT_ALONE,
         causes=(
             MISMATCH,
             TOO_OLD,
@@ -60,11 +62,34 @@ CONVERGENCE = (
         ),
         window=5,
         min_steps=5,
+        families=REWARDED,
         causes=(
             PROVED_STALE,
             MISMATCH,
             TOO_FAST,
             TOO_MANY_UPDATES,
+        ),
+    ),
+    Rule(
+        name="divergence_rise",
+        side="convergence",
+        title="the student comes nearer to its teacher",
+        what="The student moves away from its teacher.",
+        conditions=(
+            condition(
+                "leap",
+                ("actor/distillation/abs_loss", "actor/distillation/loss"),
+                says="{metric} is at {value} nats, and was at {before} ({times} times as much is too much)",
+            ),
+        ),
+        thresholds=(Threshold("times", 2.0, "running median over that of the start", THUMB),),
+        families=TAUGHT,
+        causes=(
+            PROVED_STALE,
+            MISMATCH,
+            BROKEN,
+            TOO_FAST,
+            Cause("rewards pull away from the teacher", "raise distillation.coefficient"),
         ),
     ),
     Rule(
@@ -84,6 +109,7 @@ CONVERGENCE = (
         min_steps=30,
         needs=(STANDS_STILL,),
         unless=(SOLVED, IMPROVES, KL_GROWS, WARMS_UP),
+        families=GRADIENT_ALONE,
         causes=(
             REWARD_ZERO,
             EQUAL_REWARDS,
@@ -107,6 +133,7 @@ CONVERGENCE = (
         min_steps=15,
         needs=(STANDS_STILL,),
         unless=(SOLVED,),
+        families=GRADIENT_ALONE,
         causes=(
             PROVED_STALE,
             MISMATCH,
@@ -147,6 +174,7 @@ CONVERGENCE = (
         ),
         window=5,
         unless=(SOLVED, IMPROVES),
+        families=GRADIENT_ALONE,
         causes=(
             BROKEN,
             Cause(
@@ -181,6 +209,7 @@ CONVERGENCE = (
         ),
         window=20,
         unless=(SOLVED,),
+        families=GRADIENT_ALONE,
         causes=(
             DETERMINISTIC,
             TOO_FAST,
@@ -206,6 +235,7 @@ CONVERGENCE = (
         window=3,
         min_steps=6,
         unless=(SOLVED, IMPROVES),
+        families=GRADIENT_ALONE,
         causes=(
             PROVED_STALE,
             MISMATCH,
@@ -229,6 +259,7 @@ CONVERGENCE = (
         ),
         window=5,
         min_steps=5,
+        families=REWARDED,
         causes=(
             PROVED_STALE,
             MISMATCH,

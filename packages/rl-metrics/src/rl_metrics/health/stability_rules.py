@@ -20,6 +20,7 @@ from rl_metrics.health.common_rules import (
     TOO_OLD,
     WITHOUT_SPREAD,
 )
+from rl_metrics.health.families import GRADIENT_ALONE, REWARDED
 from rl_metrics.health.rules import Cause, Rule, Threshold, condition
 
 OF_TRAJECTORIES = "{metric}: {value:share} of the trajectories (at most {max:share} is healthy)"
@@ -34,6 +35,7 @@ STABILITY = (
         conditions=(condition("level", "actor/grad_norm", says="{metric} is at {value} (at most {max} is healthy)"),),
         thresholds=(Threshold("max", 1.0, "running median", GUIDE),),
         unless=(SOLVED, IMPROVES),
+        families=GRADIENT_ALONE,
         causes=(
             PROVED_STALE,
             MISMATCH,
@@ -140,12 +142,14 @@ STABILITY = (
                 "critic/advantages/max",
                 "critic/advantages/min",
                 says="{metric} has been within {max} of 0 for {window} steps",
+                well="advantages differ from 0 by up to {value} in the last {window} steps",
             ),
         ),
         thresholds=(Threshold("max", 1e-9, "largest advantage that counts as 0", BY_DESIGN),),
         window=5,
         min_steps=5,
         unless=(SOLVED,),
+        families=REWARDED,
         causes=(
             REWARD_ZERO,
             BROKEN,
@@ -167,6 +171,7 @@ STABILITY = (
         window=5,
         min_steps=5,
         unless=(SOLVED,),
+        families=REWARDED,
         causes=(
             REWARD_ZERO,
             DETERMINISTIC,
@@ -242,6 +247,7 @@ STABILITY = (
         ),
         unless=(SOLVED, IMPROVES),
         needs=(STANDS_STILL,),
+        families=GRADIENT_ALONE,
         causes=(
             RANDOM,
             BROKEN,
