@@ -32,14 +32,15 @@ def test_rules_of_policy_gradients_say_nothing_of_distillation(change):
     verdict = judge(history(DISTILLED | change))
     assert verdict.findings == ()
     checks = {check.rule: check for check in verdict.checks}
-    for rule in ("policy_loss", "grad_norm", "reward_zero", "entropy_rise"):
+    for rule in ("policy_loss", "grad_norm", "grad_jump", "reward_zero", "entropy_rise"):
         assert (checks[rule].status, checks[rule].reading) == ("unknown", "says nothing of distillation")
 
 
 def test_a_student_that_is_sick_is_found():
     assert found(DISTILLED | {"actor/distillation/loss": 1.0 + 2 * LEARNT}) == ["divergence_rise"]
     assert found(DISTILLED | {"response_length/clip_ratio": np.full(STEPS, 0.5)}) == ["truncated"]
-    assert found(DISTILLED | {"actor/grad_norm": np.where(np.arange(STEPS) == 40, 30.0, 3.0)}) == ["grad_jump"]
+    heavy_tailed = np.where(np.arange(STEPS) == 40, 30.0, 3.0)  # as k3's gradients are
+    assert found(DISTILLED | {"actor/grad_norm": heavy_tailed}) == []
     broken = DISTILLED["critic/score/mean"] * np.where(np.arange(STEPS) < 30, 1.0, 0.2)
     assert found(DISTILLED | {"critic/score/mean": broken}) == ["reward_fell"]
 

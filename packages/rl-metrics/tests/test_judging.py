@@ -203,7 +203,7 @@ def test_memory_that_settles_is_no_leak():
 
 def test_overfitting_and_components():
     validation = np.full(STEPS, np.nan)
-    validation[9::10] = [0.6, 0.6, 0.58, 0.55, 0.52, 0.5]
+    validation[4::5] = np.linspace(0.6, 0.5, 12)
     values = {"val-core/arithmetic/reward/mean@1": validation, "reward/format/mean": np.linspace(0.9, 0.2, STEPS)}
     verdict = judge(history(healthy() | values))
     assert {finding.rule for finding in verdict.findings} == {"overfitting", "component_fell"}
@@ -213,7 +213,7 @@ def test_overfitting_and_components():
 
 def test_a_gap_within_the_confidence_interval_is_none():
     validation = np.full(STEPS, np.nan)
-    validation[9::10] = 0.5
+    validation[4::5] = 0.5
     values = {
         "val-core/arithmetic/reward/mean@1": validation,
         "val-core/arithmetic/reward/mean@1/ci_high": validation + 0.3,

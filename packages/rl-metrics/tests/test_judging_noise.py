@@ -163,6 +163,15 @@ def test_training_that_leaves_validation_behind_is_overfitting(problems):
 
 
 def test_a_validation_of_few_problems_does_not_fall_by_chance():
-    training, validation = np.linspace(0.3, 0.6, 8), [0.3, 0.4, 0.35, 0.3]
+    training, validation = np.linspace(0.3, 0.4, 12), [0.3, 0.4, 0.35, 0.3, 0.31, 0.3]
     assert validated(training, validation, problems=40) == []
     assert "validation_fell" in validated(training, validation, problems=2000)
+
+
+def test_a_validation_that_is_worse_for_some_steps_and_recovers_has_not_fallen():
+    """Distillation by forward KL: greedy, the student is worse than before until it has learnt the scratchpad."""
+    validation = [0.39, 0.34, 0.09, 0.11, 0.23, 0.44, 0.62, 0.65, 0.69, 0.75]
+    assert [
+        n for n in range(1, 11) if validated(np.linspace(0.3, 0.5, 20)[: 2 * n], validation[:n], problems=500)
+    ] == []
+    assert "validation_fell" in validated(np.linspace(0.3, 0.5, 12), [*validation[:4], 0.1, 0.1], problems=500)

@@ -130,7 +130,7 @@ CONVERGENCE = (
         what="The policy runs away from the reference without a gain in reward.",
         conditions=(condition("level", REFERENCE_KL, says=BEYOND_USUAL),),
         thresholds=(Threshold("max", 0.03, "running median, nats", GUIDE),),
-        min_steps=15,
+        min_steps=30,
         needs=(STANDS_STILL,),
         unless=(SOLVED,),
         families=GRADIENT_ALONE,
@@ -163,6 +163,7 @@ CONVERGENCE = (
                 says="{metric} is at {value:share} of its start, which was {before} nats, and the reward has not risen "
                 "(below {min:share} and {below} nats is then a collapse)",
                 needs=(STANDS_STILL,),
+                min_steps=30,
                 min="idle_share",
                 below="min",
             ),

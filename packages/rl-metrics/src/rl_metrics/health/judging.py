@@ -67,7 +67,9 @@ def _check(
 ) -> tuple[Check, Finding | None]:
     """What a rule came to, and what it found, before other findings are known."""
     looks = [look for condition in rule.conditions for look in looker.looks(condition, rule)]
-    enough = [look for look in looks if len(look.steps) >= rule.min_steps and not look.is_old]
+    enough = [
+        look for look in looks if len(look.steps) >= max(rule.min_steps, look.condition.min_steps) and not look.is_old
+    ]
     reported = [_told(report, newest) for report in reports if _is_reported(rule, report)]
     wrong = [
         look for look in enough if look.is_wrong and all(looker.found(need, rule) for need in look.condition.needs)

@@ -40,6 +40,7 @@ class Condition:
         limits: By the check's name for them: a number, or the name of one of the rule's thresholds. None at all takes
             every threshold of the rule by its own name.
         window: Steps; 0 takes the rule's.
+        min_steps: Of a rule's own condition: steps with its metrics, where it takes more than the rule.
         says: How a finding's evidence puts it, with `{value}`, `{before}`, `{metric}` and the limits by name.
         well: How the checklist puts it where nothing is found, with `{newest}` too, the metric's newest median; left
             out, it has just that.
@@ -52,6 +53,7 @@ class Condition:
     reads: tuple[tuple[str, ...], ...]
     limits: Mapping[str, float | str] = field(default_factory=dict)
     window: int = 0
+    min_steps: int = 0
     says: str = "{metric} is at {value}"
     well: str = ""
     needs: tuple["Condition", ...] = ()
@@ -70,6 +72,7 @@ def condition(
     says: str = "{metric} is at {value}",
     well: str = "",
     window: int = 0,
+    min_steps: int = 0,
     needs: tuple[Condition, ...] = (),
     otherwise: str = "",
     can_do_with_one: bool = False,
@@ -83,6 +86,7 @@ def condition(
         says: See `Condition`, as all that follow.
         well: How it is put that all is well.
         window: Steps.
+        min_steps: Steps that it takes.
         needs: Others that have to find something too.
         otherwise: How it is put that it finds nothing.
         can_do_with_one: The last column may be missing.
@@ -93,6 +97,7 @@ def condition(
         reads=tuple((names,) if isinstance(names, str) else names for names in reads),
         limits=limits,
         window=window,
+        min_steps=min_steps,
         says=says,
         well=well,
         needs=needs,

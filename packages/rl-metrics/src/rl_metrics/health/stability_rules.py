@@ -6,6 +6,7 @@ from rl_metrics.health.common_rules import (
     CUT_SHORT,
     DETERMINISTIC,
     EQUAL_REWARDS,
+    HAS_GAINED,
     IMPROVES,
     KL_COEFFICIENT,
     MISMATCH,
@@ -34,7 +35,8 @@ STABILITY = (
         what="The gradients stay large.",
         conditions=(condition("level", "actor/grad_norm", says="{metric} is at {value} (at most {max} is healthy)"),),
         thresholds=(Threshold("max", 1.0, "running median", GUIDE),),
-        unless=(SOLVED, IMPROVES),
+        min_steps=20,
+        unless=(SOLVED, IMPROVES, HAS_GAINED),
         families=GRADIENT_ALONE,
         causes=(
             PROVED_STALE,
@@ -76,6 +78,7 @@ STABILITY = (
         ),
         window=30,
         min_steps=4,
+        families=GRADIENT_ALONE,
         causes=(
             PROVED_STALE,
             MISMATCH,
@@ -245,6 +248,7 @@ STABILITY = (
             Threshold("shrunk", 0.33, "least share of its start", THUMB),
             Threshold("grown", 3.0, "most times its start", THUMB),
         ),
+        min_steps=30,
         unless=(SOLVED, IMPROVES),
         needs=(STANDS_STILL,),
         families=GRADIENT_ALONE,

@@ -30,6 +30,9 @@ BELOW_TRAINING = (
 TWO_ERRORS = 2.0
 """Standard errors of a validation that says nothing of its interval."""
 
+THREE_IN_A_ROW = 3.0
+"""Validations: greedy responses can be worse for some steps while the policy changes its ways."""
+
 TOO_HARD = Cause(
     "the prompts are too hard for this policy",
     "begin with easier prompts, a warm start (SFT), or partial credit in the reward",
@@ -172,12 +175,21 @@ TASK = (
         title="validation against training",
         what="The policy has come to do worse on validation than on what it trains on.",
         conditions=tuple(
-            condition("gap", *names, UPPER_END, says=BELOW_TRAINING, can_do_with_one=True, max="max", errors=TWO_ERRORS)
+            condition(
+                "gap",
+                *names,
+                UPPER_END,
+                says=BELOW_TRAINING,
+                can_do_with_one=True,
+                max="max",
+                errors=TWO_ERRORS,
+                held=THREE_IN_A_ROW,
+            )
             for names in ((SCORE, VALIDATED_REWARD), ("reward/acc/mean", "val-core/*/acc/mean@#"))
         ),
         thresholds=(Threshold("max", 0.2, "gap beyond noise, as a share of the training reward", GUIDE),),
         window=2,
-        min_steps=4,
+        min_steps=6,
         causes=(
             Cause(
                 "too few prompts, seen too often", "train on more prompts, fewer epochs, or stop at the best validation"
@@ -205,11 +217,12 @@ TASK = (
                 max="max",
                 by=0.01,
                 errors=TWO_ERRORS,
+                held=THREE_IN_A_ROW,
             ),
         ),
         thresholds=(Threshold("max", 0.2, "share of the best that may be lost", GUIDE),),
         window=1,
-        min_steps=3,
+        min_steps=6,
         causes=(
             Cause(
                 "the policy was broken by its updates",

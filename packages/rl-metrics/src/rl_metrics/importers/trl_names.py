@@ -35,7 +35,8 @@ OF_ROLLOUTS: Names = {
 }
 """Of all that train on what the policy samples; the last ones, and those of samples, of asynchronous trainers."""
 
-POLICY_GRADIENT: Names = OF_ROLLOUTS | {
+POLICY_GRADIENT: Names = {
+    **OF_ROLLOUTS,
     "loss": ("actor/loss",),
     "policy_loss": ("actor/pg_loss",),  # where the loss has an entropy bonus
     "kl": ("actor/kl_loss",),
@@ -52,10 +53,11 @@ POLICY_GRADIENT: Names = OF_ROLLOUTS | {
 }
 """Of GRPO and RLOO. The mean of n responses has the same expectation for each n, so an unknown n is 1."""
 
-ASYNC: Names = POLICY_GRADIENT | {"kl": ("rollout_corr/k3_kl",)}
+ASYNC: Names = {**POLICY_GRADIENT, "kl": ("rollout_corr/k3_kl",)}
 """Of AsyncGRPO, whose KL is that of the engine's policy to the trained one."""
 
-DISTILLATION: Names = OF_ROLLOUTS | {
+DISTILLATION: Names = {
+    **OF_ROLLOUTS,
     "jsd": ("actor/distillation/loss",),
     "self_distillation/distillation_loss": ("actor/distillation/loss",),
     "loss": ("actor/distillation/loss",),
