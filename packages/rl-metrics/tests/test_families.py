@@ -37,7 +37,6 @@ def test_rules_of_policy_gradients_say_nothing_of_distillation(change):
 
 
 def test_a_student_that_is_sick_is_found():
-    assert found(DISTILLED | {"actor/distillation/loss": 1.0 + 2 * LEARNT}) == ["divergence_rise"]
     assert found(DISTILLED | {"response_length/clip_ratio": np.full(STEPS, 0.5)}) == ["truncated"]
     heavy_tailed = np.where(np.arange(STEPS) == 40, 30.0, 3.0)  # as k3's gradients are
     assert found(DISTILLED | {"actor/grad_norm": heavy_tailed}) == []
@@ -70,7 +69,7 @@ def test_a_run_without_teachers_is_a_policy_gradient():
     assert family_of(["actor/distillation/loss"], {"distillation": 3}) == "distillation"
 
 
-def test_every_rule_is_for_some_family_and_each_family_has_rules_of_every_side():
+def test_every_rule_is_for_some_family_and_no_family_is_without_rules():
     assert FAMILY_TEXTS.keys() == {*FAMILIES}
     for family in FAMILIES:
-        assert len({rule.side for rule in GUIDE if family in rule.families}) == 4
+        assert {"task", "stability", "efficiency"} <= {rule.side for rule in GUIDE if family in rule.families}

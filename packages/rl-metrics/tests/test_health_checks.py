@@ -72,10 +72,27 @@ def test_a_fall_within_the_intervals_is_none():
     assert measured("fall", [0.7, 0.5], many, window=1, max=0.2, by=0.01)[1] == [False, True]
 
 
+def test_what_has_to_hold_is_wrong_from_so_many_values_on():
+    assert measured("fall", [0.7, 0.5, 0.5, 0.7, 0.5], window=1, max=0.2, held=2)[1] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert measured("gap", [0.5, 0.9, 0.9], [0.5, 0.5, 0.5], window=1, max=0.2, held=2)[1] == [False, False, True]
+
+
 def test_no_rise_is_a_share_of_the_way_to_the_top():
     values, is_wrong = measured("no_rise", [0.5, 0.5, 0.6, 0.9], [1, 1, 1, 1], window=1, min=0.3)
     assert values == pytest.approx([0, 0, 0.2, 0.8])
     assert is_wrong == [True, True, True, False]
+
+
+def test_risen_is_what_is_still_above_the_start():
+    values, is_wrong = measured("risen", [0.5, 0.5, 0.6, 0.9, 0.5], [1, 1, 1, 1, 1], window=1, min=0.3)
+    assert values == pytest.approx([0, 0, 0.2, 0.8, 0])
+    assert is_wrong == [False, False, False, True, False]
 
 
 def test_near_top():

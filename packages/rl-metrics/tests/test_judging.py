@@ -345,3 +345,8 @@ def test_penalties_that_are_no_longer_paid_are_no_lack_of_rewards():
     paid = from_step(20, -0.5, 0.0)
     verdict = verdict_of(critic__score__mean=paid, critic__score__max=np.zeros(STEPS), critic__score__min=2 * paid)
     assert "reward_zero" not in {finding.rule for finding in verdict.findings}
+
+
+def test_what_a_run_may_lack_is_not_said_to_be_missing():
+    checks = {check.rule: check for check in judge(history({"actor/entropy": np.full(STEPS, 0.3)})).checks}
+    assert checks["validation_fell"].reading == "the run does not record val-core/*/mean@#"

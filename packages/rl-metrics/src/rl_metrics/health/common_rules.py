@@ -34,7 +34,7 @@ HAS_GAINED = condition(
     can_do_with_one=True,
     min=0.25,
 )
-"""The reward is above its start now, if by little: a short run cannot show more."""
+"""The reward is well above its start now: in a short run a trend need not be beyond chance."""
 
 STANDS_STILL = condition(
     "no_rise",

@@ -17,7 +17,7 @@ from rl_metrics.health.common_rules import (
     TOO_MANY_UPDATES,
     TOO_OLD,
 )
-from rl_metrics.health.families import GRADIENT_ALONE, REWARDED, TAUGHT
+from rl_metrics.health.families import GRADIENT_ALONE, REWARDED
 from rl_metrics.health.rules import Cause, Rule, Threshold, condition
 
 OF_TOKENS = "{metric}: {value:share} of the tokens (at most {max:share} is healthy)"
@@ -68,28 +68,6 @@ CONVERGENCE = (
             MISMATCH,
             TOO_FAST,
             TOO_MANY_UPDATES,
-        ),
-    ),
-    Rule(
-        name="divergence_rise",
-        side="convergence",
-        title="the student comes nearer to its teacher",
-        what="The student moves away from its teacher.",
-        conditions=(
-            condition(
-                "leap",
-                ("actor/distillation/abs_loss", "actor/distillation/loss"),
-                says="{metric} is at {value} nats, and was at {before} ({times} times as much is too much)",
-            ),
-        ),
-        thresholds=(Threshold("times", 2.0, "running median over that of the start", THUMB),),
-        families=TAUGHT,
-        causes=(
-            PROVED_STALE,
-            MISMATCH,
-            BROKEN,
-            TOO_FAST,
-            Cause("rewards pull away from the teacher", "raise distillation.coefficient"),
         ),
     ),
     Rule(

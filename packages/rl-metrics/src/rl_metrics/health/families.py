@@ -10,9 +10,6 @@ FAMILIES: tuple[Family, ...] = get_args(Family)
 REWARDED: tuple[Family, ...] = ("policy_gradient", "mixed")
 """Rewards are learnt from, alone or beside teachers."""
 
-TAUGHT: tuple[Family, ...] = ("distillation", "mixed")
-"""Teachers are learnt from, alone or beside rewards."""
-
 GRADIENT_ALONE: tuple[Family, ...] = ("policy_gradient",)
 """Where loss, gradients, entropy and lengths are those of a policy gradient alone."""
 

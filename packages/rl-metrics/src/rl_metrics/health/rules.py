@@ -60,6 +60,11 @@ class Condition:
     otherwise: str = ""
     can_do_with_one: bool = False
 
+    @property
+    def needed(self) -> tuple[tuple[str, ...], ...]:
+        """The columns without which it sees nothing."""
+        return self.reads[:-1] if self.can_do_with_one else self.reads
+
     def limits_of(self, rule: "Rule") -> dict[str, float]:
         """The limits of this condition, as numbers, where a rule looks with it."""
         limits = self.limits or {threshold.name: threshold.name for threshold in rule.thresholds}

@@ -238,9 +238,7 @@ TASK = (
         side="task",
         title="rewards by component",
         what="A component of the reward falls while the whole does not.",
-        conditions=(
-            condition("fall", "reward/*/mean", says=BELOW_BEST, well=NEAR_BEST, max="max", by=0.05, errors=3.2),
-        ),
+        conditions=(condition("fall", "reward/*/mean", says=BELOW_BEST, max="max", by=0.05, errors=3.2),),
         thresholds=(Threshold("max", 0.3, "share of a component's best that may be lost", THUMB),),
         min_steps=20,
         unless=(condition("fall", SCORE, max=0.1, by=0.01),),
