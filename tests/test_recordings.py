@@ -1,4 +1,4 @@
-"""Health and doctor on recorded runs of the arithmetic example: each sickness is named first, and healthy ones pass.
+"""Health and doctor on recorded runs of examples: each sickness is named first, and healthy ones pass.
 
 `tests/recordings/record.py` made them, and says how each was misconfigured.
 """
@@ -14,7 +14,7 @@ from rl_metrics.run_files.history import History
 from rl_metrics.run_files.run_record import RunRecord, open_run
 
 RECORDINGS = Path(__file__).parent / "recordings"
-HEALTHY = ("healthy_0", "healthy_1", "healthy_2")
+HEALTHY = ("healthy_0", "healthy_1", "healthy_2", "healthy_distillation")
 SICK = {
     "learning_rate_too_high": ("reward_fell", "learning rate too high"),
     "reward_zero": ("reward_zero", "the reward function does not find answers, or compares them with the wrong field"),

@@ -1,10 +1,10 @@
-"""Make the recordings of tests/test_recordings.py: the arithmetic example, misconfigured or not, and what it wrote.
+"""Make the recordings of tests/test_recordings.py: examples, misconfigured or not, and what they wrote.
 
     python tests/recordings/record.py [NAME ...] [--steps N] [--runs FOLDER]
 
 Each run trains with real vLLM and real Megatron (about two minutes on two cores), in a folder of `--runs`; what health
-and doctor read of it is then written small to tests/recordings/NAME. It needs the example's prepared folder
-(`nox -s train` makes it).
+and doctor read of it is then written small to tests/recordings/NAME. It needs the examples' prepared folders
+(`nox -s train` and examples/distillation/run.py make them).
 """
 
 import argparse
@@ -22,6 +22,7 @@ from rl_core.weights.update import WeightReceipt, WeightUpdate
 
 HERE = Path(__file__).parent
 EXAMPLE = Path("examples/arithmetic/settings.toml")
+DISTILLATION = Path("examples/distillation/settings.toml")
 MISCONFIGURED = "tests/recordings/misconfigured.py"
 DIGITS = {"metrics.jsonl": 4, "events.jsonl": 4, "rollouts.jsonl": 6}
 """Significant digits that are kept."""
@@ -35,11 +36,13 @@ class Recording:
     """A run to record.
 
     Attributes:
+        example: Its settings.
         settings: Beside those of the example.
         steps: It trains.
         fault: Done to this process before the run.
     """
 
+    example: Path = EXAMPLE
     settings: tuple[str, ...] = ()
     steps: int = 60
     fault: Callable[[], None] | None = None
@@ -70,6 +73,7 @@ RECORDINGS = {
     "healthy_0": Recording(),
     "healthy_1": Recording(settings=("--run.seed=1",)),
     "healthy_2": Recording(settings=("--run.seed=2",)),
+    "healthy_distillation": Recording(example=DISTILLATION),
     "learning_rate_too_high": Recording(settings=("--learner.learning_rate=3e-3",)),
     "reward_zero": Recording(settings=(reward("never_right"),)),
     "stale_weights": Recording(settings=("--trainer.proof_tolerance=100",), fault=keep_first_weights),
@@ -111,7 +115,7 @@ def train(name: str, runs: Path, steps: int | None) -> int:
         recording.fault()
     return rl_sync_trainer(
         [
-            *("train", str(EXAMPLE), f"--run.directory={runs}", f"--run.name={name}"),
+            *("train", str(recording.example), f"--run.directory={runs}", f"--run.name={name}"),
             *(f"--trainer.steps={steps or recording.steps}", "--trainer.checkpoint_every=1000"),
             *("--metrics.console=lines", "--metrics.report=false"),
             *recording.settings,

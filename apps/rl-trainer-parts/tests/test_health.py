@@ -101,8 +101,8 @@ def test_the_end_of_a_failed_run_has_its_error(tmp_path: Path) -> None:
 def test_late_metrics_count(tmp_path: Path) -> None:
     run = Run(tmp_path, last_step=12)
     for step in range(1, 13):
-        run.trackers.log(step, {"critic/score/mean": 0.8})
-    for step in (4, 8, 12):
+        run.trackers.log(step, {"critic/score/mean": 0.4 + 0.04 * step})
+    for step in range(2, 13, 2):
         run.trackers.log_late(step, {"val-core/arithmetic/reward/mean@1": 0.4})
     assert run.verdict().findings == ()
     run.trackers.close()

@@ -223,7 +223,7 @@ def zero_rewards(folder, **more):
 
 def test_what_health_finds_is_an_ailment_with_its_causes_and_their_advice(tmp_path):
     [ailment] = diagnose(zero_rewards(tmp_path)).ailments
-    assert (ailment.kind, ailment.what) == ("health", "Every reward has been 0 since the first step.")
+    assert (ailment.kind, ailment.what) == ("health", "Every reward is 0.")
     assert ailment.evidence[-1].text == "since step 1 (rule reward_zero)"
     first, second = ailment.causes
     assert first.name == "the_reward_function_does_not_find_answers_or_compares_them_with_the_wrong_field"
@@ -238,7 +238,7 @@ def test_findings_that_nothing_explains_are_ailments_of_their_own(tmp_path):
     slow = {"timing_s/step": 10.0, "timing_s/reward_wait": 6.0, "response_length/clip_ratio": 0.5}
     cut, waits = diagnose(zero_rewards(tmp_path, **slow)).ailments
     assert cut.what == "Many responses are cut at the length limit."
-    assert any("Every reward has been 0" in line for line in cut.details)
+    assert any("Every reward is 0" in line for line in cut.details)
     assert (waits.what, waits.details) == ("The reward function takes a large part of the step.", ())
     assert waits.causes[0].name == "slow_reward"
 

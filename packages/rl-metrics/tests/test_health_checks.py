@@ -50,11 +50,6 @@ def test_zero_takes_all_columns_and_the_whole_window():
     assert is_wrong == [False, False, True, True]
 
 
-def test_never_positive_remembers_the_first_reward():
-    assert measured("never_positive", [0, 0.5, 0, 0], window=2, max=1e-9)[1] == [True, False, False, False]
-    assert measured("never_positive", [0, -0.5, 0], window=2, max=1e-9)[1] == [True, False, False]
-
-
 def test_fall_is_a_share_of_the_best():
     values, is_wrong = measured("fall", [0.2, 0.8, 0.6, 0.4], window=1, max=0.3, by=0.01)
     assert values == pytest.approx([0, 0, 0.25, 0.5])
@@ -71,10 +66,33 @@ def test_a_penalty_that_was_never_paid_does_not_fall_by_a_trifle():
     assert measured("fall", [0, 0, -0.2], window=1, max=0.3, by=0.05)[1] == [False, False, True]
 
 
+def test_a_fall_within_the_intervals_is_none():
+    few, many = [0.85, 0.65], [0.75, 0.55]
+    assert measured("fall", [0.7, 0.5], few, window=1, max=0.2, by=0.01)[1] == [False, False]
+    assert measured("fall", [0.7, 0.5], many, window=1, max=0.2, by=0.01)[1] == [False, True]
+
+
+def test_what_has_to_hold_is_wrong_from_so_many_values_on():
+    assert measured("fall", [0.7, 0.5, 0.5, 0.7, 0.5], window=1, max=0.2, held=2)[1] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert measured("gap", [0.5, 0.9, 0.9], [0.5, 0.5, 0.5], window=1, max=0.2, held=2)[1] == [False, False, True]
+
+
 def test_no_rise_is_a_share_of_the_way_to_the_top():
     values, is_wrong = measured("no_rise", [0.5, 0.5, 0.6, 0.9], [1, 1, 1, 1], window=1, min=0.3)
     assert values == pytest.approx([0, 0, 0.2, 0.8])
     assert is_wrong == [True, True, True, False]
+
+
+def test_risen_is_what_is_still_above_the_start():
+    values, is_wrong = measured("risen", [0.5, 0.5, 0.6, 0.9, 0.5], [1, 1, 1, 1, 1], window=1, min=0.3)
+    assert values == pytest.approx([0, 0, 0.2, 0.8, 0])
+    assert is_wrong == [False, False, False, True, False]
 
 
 def test_near_top():
@@ -138,6 +156,9 @@ def test_gap():
     values, is_wrong = measured("gap", [0.8, 0.9], [0.7, 0.6], window=1, max=0.2)
     assert values == pytest.approx([0.125, 1 / 3])
     assert is_wrong == [False, True]
+    assert measured("gap", [0.8, 0.9], [0.5, 0.5], window=1, max=0.2)[1] == [False, False]  # most was there at first
+    assert measured("gap", [0.5, 0.9], [0.5, 0.5], [0.7, 0.7], window=1, max=0.2)[1] == [False, True]
+    assert measured("gap", [0.5, 0.9], [0.5, 0.5], [0.75, 0.75], window=1, max=0.2)[1] == [False, False]
 
 
 LIMITS = {"min": 0.1, "max": 0.5, "by": 0.01, "times": 2.0, "count": 0.0, "least": 0.0, "below": 1.0}

@@ -119,12 +119,16 @@ def test_a_torn_last_line_of_a_console_has_no_number():
 def test_old_names_of_verl(tmp_path):
     row = {"actor/entropy_loss": 0.5, "mfu/{0.__class__}": 0.3, "val/test_score/openai/gsm8k": 0.75}
     row |= {"mismatch/mismatch_kl": 0.01, "mismatch/rollout_is_mean": 0.99, "mismatch/rollout_is_veto_fraction": 0.0}
+    row |= {"critic/kl": 0.004, "critic/kl_coeff": 0.1, "timing_s/agent_loop/slowest/tool_calls": 2.0}
     (tmp_path / "log.jsonl").write_text(json.dumps({"step": 1, "data": row}) + "\n")
     import_verl([tmp_path / "log.jsonl"], tmp_path / "run")
     run = open_run(tmp_path / "run")
     assert column(run, "actor/entropy") == [0.5]
     assert column(run, "val-core/openai/gsm8k/reward/mean@1") == [0.75]
     assert column(run, "perf/mfu/{0.__class__}") == [0.3]  # a name is text, and no format
+    assert column(run, "actor/reference_kl") == [0.004]
+    assert column(run, "actor/kl_coef") == [0.1]
+    assert column(run, "agent_loop/slowest/tool_calls") == [2.0]
     assert column(run, "rollout_corr/kl") == [0.01]
     assert column(run, "rollout_corr/rollout_is_mean") == [0.99]
     assert column(run, "other/mismatch/rollout_is_veto_fraction") == [0.0]
@@ -432,3 +436,34 @@ def test_a_step_of_verl_is_never_without_all_its_time():
     assert verl.step_alone({"timing_s/testing": 10.0}) == {"timing_s/testing": 10.0}
     short = {"timing_s/step": 10.0, "timing_s/testing": 4.0, "perf/time_per_step": 3.0}
     assert verl.step_alone(short) == short | {"timing_s/step": 6.0}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "path", "said"),
+    [
+        ("trl", VERL / "console.txt", f"looks like a log of verl; use: rl-metrics import verl {VERL}/console.txt"),
+        ("trl", VERL / "attempt-1.jsonl", f"looks like a log of verl; use: rl-metrics import verl {VERL}/attempt"),
+        ("verl", TRL / "checkpoint-4" / "trainer_state.json", "looks like a state of TRL's trainers; use: rl-metrics"),
+        ("verl", TRL, f"looks like a state of TRL's trainers; use: rl-metrics import trl {TRL} --into RUN"),
+    ],
+)
+def test_the_wrong_importer_names_the_right_one(tmp_path, capsys, wrong, path, said):
+    assert main(["import", wrong, str(path), "--into", str(tmp_path / "run")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("wrong", ["trl", "verl"])
+@pytest.mark.parametrize("path", ["", "metrics.jsonl"])
+def test_a_run_of_this_project_needs_no_import(tmp_path, capsys, wrong, path):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "metrics.jsonl").write_text('{"step":1,"time":2.0,"actor/entropy":0.5}\n')
+    assert main(["import", wrong, str(own / path), "--into", str(tmp_path / "run")]) == 2
+    assert f"needs no import; use: rl-metrics check {own / path}" in capsys.readouterr().err
+
+
+def test_what_nobody_wrote_gets_no_advice(tmp_path, capsys):
+    (tmp_path / "log.txt").write_text("epoch 1, loss 0.5\n")
+    assert main(["import", "trl", str(tmp_path / "log.txt"), "--into", str(tmp_path / "run")]) == 2
+    assert "use:" not in capsys.readouterr().err

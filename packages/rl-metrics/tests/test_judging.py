@@ -203,7 +203,7 @@ def test_memory_that_settles_is_no_leak():
 
 def test_overfitting_and_components():
     validation = np.full(STEPS, np.nan)
-    validation[[19, 39, 59]] = [0.6, 0.55, 0.5]
+    validation[4::5] = np.linspace(0.6, 0.5, 12)
     values = {"val-core/arithmetic/reward/mean@1": validation, "reward/format/mean": np.linspace(0.9, 0.2, STEPS)}
     verdict = judge(history(healthy() | values))
     assert {finding.rule for finding in verdict.findings} == {"overfitting", "component_fell"}
@@ -213,7 +213,7 @@ def test_overfitting_and_components():
 
 def test_a_gap_within_the_confidence_interval_is_none():
     validation = np.full(STEPS, np.nan)
-    validation[[19, 39, 59]] = 0.5
+    validation[4::5] = 0.5
     values = {
         "val-core/arithmetic/reward/mean@1": validation,
         "val-core/arithmetic/reward/mean@1/ci_high": validation + 0.3,
@@ -315,3 +315,38 @@ EVENTS = st.dictionaries(
 @given(st.lists(EVENTS, max_size=5))
 def test_no_event_breaks_a_rule(events):
     judge(history(healthy(5)), events=events)
+
+
+# -- the checklist
+
+
+def test_no_line_praises_what_is_gone():
+    """Rewards that fell to 0 for good: no line says that some are rewarded, nor that the reward has risen, of a 0."""
+    gone = from_step(31, 0.6, 0.0)
+    verdict = verdict_of(critic__score__mean=gone, critic__score__max=from_step(31, 1.0, 0.0))
+    checks = {check.rule: check for check in verdict.checks}
+    assert checks["reward_fell"].status == checks["reward_zero"].status == "critical"
+    because = {finding.rule: finding.because for finding in verdict.findings}
+    assert "reward_fell" in because["reward_zero"]
+    praised = [check.rule for check in verdict.checks if check.status == "ok" and "score/mean 0" in check.reading]
+    assert praised == ["lost_metrics"]  # that each step has it
+
+
+def test_what_is_well_is_put_as_it_was_measured():
+    few = np.where(np.arange(STEPS) % 5 == 0, 0.002, 0.0)  # the median of a window is 0
+    verdict = verdict_of(critic__score__mean=few, critic__score__max=np.where(few > 0, 1.0, 0.0))
+    checks = {check.rule: check for check in verdict.checks}
+    assert checks["reward_zero"].status == "ok"
+    assert checks["reward_zero"].reading == "rewards differ from 0 by up to 1 in the last 10 steps"
+    assert checks["reward_fell"].reading == "critic/score/mean 0, its best was 0.002"
+
+
+def test_penalties_that_are_no_longer_paid_are_no_lack_of_rewards():
+    paid = from_step(20, -0.5, 0.0)
+    verdict = verdict_of(critic__score__mean=paid, critic__score__max=np.zeros(STEPS), critic__score__min=2 * paid)
+    assert "reward_zero" not in {finding.rule for finding in verdict.findings}
+
+
+def test_what_a_run_may_lack_is_not_said_to_be_missing():
+    checks = {check.rule: check for check in judge(history({"actor/entropy": np.full(STEPS, 0.3)})).checks}
+    assert checks["validation_fell"].reading == "the run does not record val-core/*/mean@#"

@@ -129,3 +129,49 @@ def test_stale_weights_explain_a_reward_that_never_rose():
     scores, kl = 0.2 + random.normal(0, 0.01, 200), 0.01 + 0.003 * np.arange(200)
     values = {"critic__score__mean": scores, "critic__score__max": 1, "rollout_corr__k3_kl": kl}
     assert found(200, training__staleness__mean=1.5, **values) == ["off_policy", "reward_flat"]
+
+
+# -- validation beside training
+
+
+def validated(training, validation, problems=None, every=2):
+    """A run whose training rewards are sampled, and whose validation is of so many problems; greedy, say."""
+    column = np.full(len(training), np.nan)
+    column[every - 1 :: every] = validation
+    values = {"critic/score/mean": np.asarray(training), "val-core/x/reward/mean@1": column}
+    if problems:
+        half = 1.96 * np.sqrt(column * (1 - column) / problems)
+        values |= {"val-core/x/reward/mean@1/ci_high": column + half, "val-core/x/reward/mean@1/ci_low": column - half}
+    return [finding.rule for finding in judge(history(values)).findings]
+
+
+def test_greedy_validation_of_few_problems_is_no_overfitting():
+    assert validated(np.linspace(0.3, 0.7, 8), [0.1, 0.15, 0.2, 0.25], problems=40) == []
+
+
+@pytest.mark.parametrize("greedy", [0.05, 0.45])
+def test_a_gap_of_sampling_that_stays_is_no_overfitting(greedy):
+    training = np.linspace(0.3, 0.8, 40)
+    assert validated(training, np.linspace(greedy, 0.8 + (greedy - 0.3), 20).clip(0, 0.95), problems=1000) == []
+
+
+@pytest.mark.parametrize("problems", [None, 500])
+def test_training_that_leaves_validation_behind_is_overfitting(problems):
+    training = np.linspace(0.3, 0.95, 40) + np.random.default_rng(0).normal(0, 0.02, 40)
+    plateau = np.minimum(np.linspace(0.4, 1.0, 20), 0.55)
+    assert validated(training, plateau, problems=problems) == ["overfitting"]
+
+
+def test_a_validation_of_few_problems_does_not_fall_by_chance():
+    training, validation = np.linspace(0.3, 0.4, 12), [0.3, 0.4, 0.35, 0.3, 0.31, 0.3]
+    assert validated(training, validation, problems=40) == []
+    assert "validation_fell" in validated(training, validation, problems=2000)
+
+
+def test_a_validation_that_is_worse_for_some_steps_and_recovers_has_not_fallen():
+    """Distillation by forward KL: greedy, the student is worse than before until it has learnt the scratchpad."""
+    validation = [0.39, 0.34, 0.09, 0.11, 0.23, 0.44, 0.62, 0.65, 0.69, 0.75]
+    assert [
+        n for n in range(1, 11) if validated(np.linspace(0.3, 0.5, 20)[: 2 * n], validation[:n], problems=500)
+    ] == []
+    assert "validation_fell" in validated(np.linspace(0.3, 0.5, 12), [*validation[:4], 0.1, 0.1], problems=500)

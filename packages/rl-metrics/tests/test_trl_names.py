@@ -4,12 +4,17 @@ import pytest
 
 from rl_metrics.cli import main
 from rl_metrics.definitions.table import DEFINITIONS
+from rl_metrics.doctor.diagnosing import diagnose
+from rl_metrics.health.run_verdict import judge_run
 from rl_metrics.importers import trl_names
 from rl_metrics.importers.trl import import_trl
 from rl_metrics.run_files.run_record import open_run
 
 
-@pytest.mark.parametrize("table", [trl_names.POLICY_GRADIENT, trl_names.PPO, trl_names.OTHERS])
+@pytest.mark.parametrize(
+    "table",
+    [trl_names.POLICY_GRADIENT, trl_names.ASYNC, trl_names.DISTILLATION, trl_names.PPO, trl_names.OTHERS],
+)
 def test_every_name_of_a_table_is_defined_here(table):
     for ours in table.values():
         for name in ours:
@@ -76,3 +81,35 @@ def test_health_does_not_judge_the_loss_of_a_trainer_without_a_policy_gradient(t
     main(["check", str(tmp_path / "run"), "--json"])
     findings = json.loads(capsys.readouterr().out)
     assert "1.9" not in json.dumps(findings)
+
+
+def test_a_history_of_grpo_with_vllm_has_the_mismatch(tmp_path):
+    row = {"step": 1, "reward": 0.2, "loss": 0.01, "policy_loss": 0.02, "cispo_clip_ratio": 0.03}
+    row |= {"sampling/sampling_logp_difference/mean": 0.4, "sampling/sampling_logp_difference/max": 3.0}
+    history = imported_history(tmp_path, [row | {"step": step} for step in range(1, 11)])
+    assert history["training/rollout_logprobs_diff_mean"] == [0.4] * 10
+    assert history["training/rollout_logprobs_diff_max"] == [3.0] * 10
+    assert history["actor/pg_loss"] == [0.02] * 10
+    assert history["actor/pg_clipfrac"] == [0.03] * 10
+    verdict = judge_run(open_run(tmp_path / "run"))
+    assert "engine_mismatch" in {finding.rule for finding in verdict.findings}
+    assert diagnose(open_run(tmp_path / "run")).ailments[0].kind == "mismatch"
+
+
+def test_a_history_of_asynchronous_grpo(tmp_path):
+    row = {"step": 1, "reward": 0.2, "kl": 0.01, "sample/staleness_mean": 1.5, "sample/staleness_max": 3}
+    ours = {"critic/score/mean": [0.2], "critic/rewards/mean": [0.2], "rollout_corr/k3_kl": [0.01]}
+    ours |= {"training/staleness/mean": [1.5], "training/staleness/max": [3.0]}
+    ours |= {"timing_s/step": [4.0], "perf/time_per_step": [4.0]}
+    assert imported_history(tmp_path, [row | {"perf/step_s": 4.0}]) == ours
+
+
+@pytest.mark.parametrize("loss", [{"loss": 1.9}, {"jsd": 1.9}, {"self_distillation/distillation_loss": 1.9}])
+def test_a_history_of_distillation_is_judged_as_such(tmp_path, loss):
+    row = {"grad_norm": 6.0, "entropy": 1.5, "completions/mean_length": 40.0, "completions/clipped_ratio": 0.0, **loss}
+    history = imported_history(tmp_path, [{"step": step, **row} for step in range(1, 41)])
+    assert history["actor/distillation/loss"] == [1.9] * 40
+    assert history["response_length/clip_ratio"] == [0.0] * 40
+    verdict = judge_run(open_run(tmp_path / "run"))
+    assert verdict.findings == ()
+    assert verdict.status == "ok"

@@ -11,6 +11,7 @@ from rl_core.files import read_json_object
 from rl_metrics.health import (
     GUIDE,
     SEVERITY_RANKS,
+    Family,
     Finding,
     GrowingHistory,
     Verdict,
@@ -55,10 +56,16 @@ def watch_health(
     """
     if not settings.health.enabled:
         return
-    last_step = settings.trainer.steps
+    learns = settings.distillation
     try:
         watch = HealthWatch(
-            settings.health, folder.path, last_step=last_step, console=console, events=events, stop=stop
+            settings.health,
+            folder.path,
+            last_step=settings.trainer.steps,
+            console=console,
+            events=events,
+            stop=stop,
+            family="policy_gradient" if not learns.is_on else "mixed" if learns.use_task_rewards else "distillation",
         )
     except OSError as error:  # a run that is not judged is better than none
         log.warning("health_failed", error=str(error))
@@ -81,6 +88,7 @@ class HealthWatch:
         console: ConsoleTracker,
         events: EventLog,
         stop: StopSignal,
+        family: Family = "policy_gradient",
     ) -> None:
         """Read what earlier launches left.
 
@@ -91,11 +99,13 @@ class HealthWatch:
             console: Told of findings.
             events: Likewise.
             stop: Asked to pause.
+            family: What the run learns from: rules that say nothing of it are left out.
 
         Raises:
             SettingsError: There is no such rule or threshold.
         """
         self._settings = settings
+        self._family = family
         self._folder = folder
         self._last_step = last_step
         self._console = console
@@ -136,12 +146,12 @@ class HealthWatch:
         events = read_events(self._folder / EVENTS) if (self._folder / EVENTS).is_file() else []
         has_failed = any(event["event"] == "run_failed" for event in events[-1:])
         if len(self._history) and has_failed:
-            self._write(judge(self._history.history(), rules=self._rules, events=events))
+            self._write(judge(self._history.history(), rules=self._rules, events=events, family=self._family))
         elif len(self._history) and not self._is_judged:
             self._judge()
 
     def _judge(self) -> Verdict:
-        verdict = judge(self._history.history(), rules=self._rules)
+        verdict = judge(self._history.history(), rules=self._rules, family=self._family)
         self._write(verdict)
         self._is_judged = True
         self._tell(verdict)

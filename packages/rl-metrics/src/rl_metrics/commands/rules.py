@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rl_core.data import Json
 from rl_metrics.commands.parts import Verbs, say_json
+from rl_metrics.health.families import FAMILIES, FAMILY_TEXTS
 from rl_metrics.health.finding import SIDE_TITLES
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.rules import Rule, Threshold
@@ -61,6 +62,7 @@ def _json_row(rule: Rule) -> dict[str, Json]:
         "metrics": _metrics_of(rule),
         "window": rule.window,
         "min_steps": rule.min_steps,
+        "families": list(rule.families),
         "thresholds": [
             {"name": f"{rule.name}.{one.name}", "value": one.default, "meaning": one.meaning, "source": one.source}
             for one in rule.thresholds
@@ -76,7 +78,9 @@ def _metrics_of(rule: Rule) -> list[str]:
 
 
 def _steps(rule: Rule) -> str:
-    return f"window of {rule.window}, at least {rule.min_steps} steps"
+    steps = f"window of {rule.window}, at least {rule.min_steps} steps"
+    only = " or ".join(FAMILY_TEXTS[family] for family in rule.families)
+    return steps if rule.families == FAMILIES else f"{steps}; only of {only}"
 
 
 def _described(threshold: Threshold) -> str:

@@ -32,6 +32,19 @@ TRAINING = (
     ),
     one("training/rollout_probs_diff_max", "1", "Largest absolute difference of those probabilities.", reduction="max"),
     one("training/rollout_probs_diff_std", "1", "Sample standard deviation of that absolute difference."),
+    mean(
+        "training/rollout_logprobs_diff_mean",
+        "nats",
+        "Absolute difference of learner's and engine's logprob of a sampled token, mean; of TRL's runs.",
+        over="token",
+        healthy=Band(high=0.1, source=THUMB),
+    ),
+    one(
+        "training/rollout_logprobs_diff_max",
+        "nats",
+        "Largest absolute difference of those logprobs; of TRL's runs.",
+        reduction="max",
+    ),
     one(
         "training/rollout_actor_probs_pearson_corr",
         "1",

@@ -4,7 +4,7 @@ import numpy as np
 
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
 from rl_metrics.doctor.facts import Facts
-from rl_metrics.doctor.limits import CERTAIN, EXACT, GROWTH, LOST_MASS, PROBS_DIFF, STALE_KL
+from rl_metrics.doctor.limits import CERTAIN, EXACT, GROWTH, LOST_MASS, PROBS_DIFF, ROUNDED, STALE_KL
 from rl_metrics.doctor.mismatch_by_tokens import proof_of_staleness
 from rl_metrics.doctor.mismatch_causes import merged, with_evidence
 from rl_metrics.doctor.token_pairs import Floats
@@ -13,7 +13,7 @@ from rl_metrics.health.finding import Evidence
 from rl_metrics.run_files.history import History
 
 KL, K3 = "rollout_corr/kl", "rollout_corr/k3_kl"
-PROBS = "training/rollout_probs_diff_mean"
+PROBS, LOGPROBS = "training/rollout_probs_diff_mean", "training/rollout_logprobs_diff_mean"
 STALENESS = ("training/staleness/mean", "fully_async/staleness/mean")
 MISSING = (
     "no token has both logprobs (rollouts.jsonl with rollout_logprobs and policy_logprobs), so template, temperature, "
@@ -29,12 +29,14 @@ def judge_metrics(history: History, facts: Facts) -> Ailment | Reading:
         facts: Of its settings, metrics and events.
     """
     proof = proof_of_staleness(facts)
-    probs, k3 = _finite(history, PROBS), _finite(history, K3)
-    if not len(probs) and not len(k3) and proof is None:
-        return Reading(kind="mismatch", state="unknown", text=f"{MISSING}; nor is there {PROBS} or {K3}")
-    bound = EXACT if facts.is_exact else PROBS_DIFF
-    late = [(name, float(np.median(column[-20:]))) for name, column in ((PROBS, probs), (K3, k3)) if len(column)]
-    most = {PROBS: bound, K3: STALE_KL}
+    most = {
+        PROBS: EXACT if facts.is_exact else PROBS_DIFF,
+        LOGPROBS: EXACT if facts.is_exact else ROUNDED,
+        K3: STALE_KL,
+    }
+    late = [(name, float(np.median(column[-20:]))) for name in most if len(column := _finite(history, name))]
+    if not late and proof is None:
+        return Reading(kind="mismatch", state="unknown", text=f"{MISSING}; nor is there {' or '.join(most)}")
     evidence = tuple(
         Evidence(metric=name, text=f"{name} is at {value:.3g}; up to {most[name]:g} is right", value=value)
         for name, value in late
@@ -55,7 +57,7 @@ def _causes(history: History, facts: Facts) -> list[Cause]:
     causes = []
     stale = next((column for name in STALENESS if len(column := _finite(history, name))), np.zeros(0))
     is_old = bool(len(stale)) and float(np.median(stale[-20:])) >= 0.5
-    name = PROBS if len(_finite(history, PROBS)) else K3
+    name = next((name for name in (PROBS, LOGPROBS) if len(_finite(history, name))), K3)
     column = _finite(history, name)
     first, later = column[: max(len(column) // 10, 1)], column[len(column) // 2 :]
     if len(column) >= 6 and later.mean() >= GROWTH * max(first.mean(), 1e-5):

@@ -1,5 +1,6 @@
 """Whether a training is healthy, and why not."""
 
+from rl_metrics.health.families import Family
 from rl_metrics.health.finding import SEVERITY_RANKS, Check, Evidence, Finding, Severity, Side, Status, Verdict
 from rl_metrics.health.growing import GrowingHistory
 from rl_metrics.health.guide import GUIDE
@@ -14,6 +15,7 @@ __all__ = [
     "Check",
     "Condition",
     "Evidence",
+    "Family",
     "Finding",
     "GrowingHistory",
     "Rule",

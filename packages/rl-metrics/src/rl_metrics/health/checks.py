@@ -69,27 +69,25 @@ def zero(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     return Measured(values=values, is_wrong=values <= limits["max"])
 
 
-def never_positive(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """All values of all columns have been at most `max` away from 0 since the first step."""
-    del window
-    values = np.maximum.accumulate(np.max([np.abs(column) for column in columns], axis=0))
-    return Measured(values=values, is_wrong=values <= limits["max"])
-
-
 def fall(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """The running median has fallen from the best before it by more than the share `max`, and by more than `by`.
 
     The share is of the best value, or of the way from the start to it where that is longer. With `errors`, both
-    medians are taken with so many of their standard errors, so that the best of many noisy ones is no gain to be lost.
+    medians are taken with so many of their standard errors, so that the best of many noisy ones is no gain to be lost;
+    with a second column, the upper end of each value's interval, they have to differ by more than their intervals. With
+    `held`, so many values in a row have to have fallen.
     """
     smooth = running_median(columns[0], window)
     best = np.maximum.accumulate(smooth)
     scale = np.maximum(np.abs(best), best - smooth[0])
     values = _ratio(best - smooth, scale)
-    margin = limits.get("errors", 0.0) * _median_errors(columns[0], window)
+    if len(columns) > 1:
+        margin = running_median(columns[1] - columns[0], window) / math.sqrt(2)  # of two, independent ones
+    else:
+        margin = limits.get("errors", 0.0) * _median_errors(columns[0], window)
     is_beyond_noise = np.maximum.accumulate(smooth - margin) > smooth + margin
     is_wrong = (values > limits["max"]) & (best - smooth > limits.get("by", 0.0)) & is_beyond_noise
-    return Measured(values=values, is_wrong=is_wrong, before=float(best[-1]))
+    return Measured(values=values, is_wrong=_held(is_wrong, limits), before=float(best[-1]))
 
 
 def no_rise(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
@@ -106,6 +104,15 @@ def no_rise(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measure
     is_wrong = values < limits["min"]
     is_wrong[:window] = True
     return Measured(values=values, is_wrong=is_wrong, before=start)
+
+
+def risen(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """The running median is above the start by the share `min` or more; columns as in `no_rise`."""
+    smooth = running_median(columns[0], window)
+    start = float(smooth[min(window, len(smooth)) - 1])
+    top = np.maximum.accumulate(columns[1]) if len(columns) > 1 else np.zeros_like(smooth)
+    values = _ratio(smooth - start, np.maximum(top - start, abs(start)))
+    return Measured(values=values, is_wrong=values >= limits["min"], before=start)
 
 
 def near_top(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
@@ -185,10 +192,22 @@ def sudden_fall(columns: tuple[Floats, ...], limits: Limits, window: int) -> Mea
 
 
 def gap(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """The second column lies below the first by more than the share `max` of the first: running medians."""
+    """The second column has come to lie below the first by more than the share `max` of the first: running medians.
+
+    As the two may be sampled in different ways, a gap that was there at first does not count: more than half of it
+    must have come since. Nor does what `errors` standard errors explain. The third column, where given, is the upper
+    end of the second one's interval, and has the errors of that. With `held`, so many values in a row have to be apart.
+    """
     first, second = (running_median(column, window) for column in columns[:2])
-    values = _ratio(first - second, np.abs(first))
-    return Measured(values=values, is_wrong=values > limits["max"], before=float(first[-1]))
+    errors = limits.get("errors", 0.0)
+    of_second = errors * _median_errors(columns[1], window)
+    if len(columns) > 2:
+        of_second = running_median(columns[2] - columns[1], window)
+    apart = first - second
+    grown = apart - apart[min(window, len(apart)) - 1]
+    noise = np.hypot(errors * _median_errors(columns[0], window), of_second)
+    is_wrong = (apart > limits["max"] * np.abs(first) + noise) & (grown > np.maximum(noise, apart / 2))
+    return Measured(values=_ratio(apart, np.abs(first)), is_wrong=_held(is_wrong, limits), before=float(first[-1]))
 
 
 def lost(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
@@ -206,7 +225,7 @@ def lost(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
 KINDS: dict[str, CheckKind] = {
     kind.__name__: kind
     for kind in (
-        *(level, mean_level, highest, zero, never_positive, fall, no_rise, near_top, rises, grows),
+        *(level, mean_level, highest, zero, fall, no_rise, risen, near_top, rises, grows),
         *(jumps, leap, shrunk, sudden_fall, gap, lost),
     )
 }
@@ -299,6 +318,10 @@ def _running(reduce: Callable[..., Floats], column: Floats, window: int) -> Floa
     window = max(1, min(window, len(column)))
     start = np.array([reduce(column[: n + 1]) for n in range(window - 1)], dtype=np.float64)
     return np.concatenate([start, np.asarray(reduce(sliding_window_view(column, window), axis=-1), dtype=np.float64)])
+
+
+def _held(is_wrong: NDArray[np.bool_], limits: Limits) -> NDArray[np.bool_]:
+    return _running(np.min, is_wrong.astype(np.float64), int(limits.get("held", 1))) > 0
 
 
 def _outside(values: Floats, limits: Limits) -> NDArray[np.bool_]:

@@ -25,6 +25,17 @@ IMPROVES = condition("rises", SCORE, window=30, says="the reward rises", max=0.0
 IMPROVED = condition("rises", SCORE, window=1_000_000, says="the reward has risen", max=0.0)
 """The reward has risen over the whole run."""
 
+HAS_GAINED = condition(
+    "risen",
+    SCORE,
+    BEST_SCORE,
+    window=5,
+    says="the reward has risen by {value:share} of what it could, from {before}",
+    can_do_with_one=True,
+    min=0.25,
+)
+"""The reward is well above its start now: in a short run a trend need not be beyond chance."""
+
 STANDS_STILL = condition(
     "no_rise",
     SCORE,

@@ -17,6 +17,7 @@ from rl_metrics.health.common_rules import (
     TOO_MANY_UPDATES,
     TOO_OLD,
 )
+from rl_metrics.health.families import GRADIENT_ALONE, REWARDED
 from rl_metrics.health.rules import Cause, Rule, Threshold, condition
 
 OF_TOKENS = "{metric}: {value:share} of the tokens (at most {max:share} is healthy)"
@@ -40,6 +41,7 @@ CONVERGENCE = (
             Threshold("min", -0.5, "running median", GUIDE),
             Threshold("max", 0.5, "running median", GUIDE),
         ),
+        families=GRADIENT_ALONE,
         causes=(
             MISMATCH,
             TOO_OLD,
@@ -60,6 +62,7 @@ CONVERGENCE = (
         ),
         window=5,
         min_steps=5,
+        families=REWARDED,
         causes=(
             PROVED_STALE,
             MISMATCH,
@@ -84,6 +87,7 @@ CONVERGENCE = (
         min_steps=30,
         needs=(STANDS_STILL,),
         unless=(SOLVED, IMPROVES, KL_GROWS, WARMS_UP),
+        families=GRADIENT_ALONE,
         causes=(
             REWARD_ZERO,
             EQUAL_REWARDS,
@@ -104,9 +108,10 @@ CONVERGENCE = (
         what="The policy runs away from the reference without a gain in reward.",
         conditions=(condition("level", REFERENCE_KL, says=BEYOND_USUAL),),
         thresholds=(Threshold("max", 0.03, "running median, nats", GUIDE),),
-        min_steps=15,
+        min_steps=30,
         needs=(STANDS_STILL,),
         unless=(SOLVED,),
+        families=GRADIENT_ALONE,
         causes=(
             PROVED_STALE,
             MISMATCH,
@@ -136,6 +141,7 @@ CONVERGENCE = (
                 says="{metric} is at {value:share} of its start, which was {before} nats, and the reward has not risen "
                 "(below {min:share} and {below} nats is then a collapse)",
                 needs=(STANDS_STILL,),
+                min_steps=30,
                 min="idle_share",
                 below="min",
             ),
@@ -147,6 +153,7 @@ CONVERGENCE = (
         ),
         window=5,
         unless=(SOLVED, IMPROVES),
+        families=GRADIENT_ALONE,
         causes=(
             BROKEN,
             Cause(
@@ -181,6 +188,7 @@ CONVERGENCE = (
         ),
         window=20,
         unless=(SOLVED,),
+        families=GRADIENT_ALONE,
         causes=(
             DETERMINISTIC,
             TOO_FAST,
@@ -206,6 +214,7 @@ CONVERGENCE = (
         window=3,
         min_steps=6,
         unless=(SOLVED, IMPROVES),
+        families=GRADIENT_ALONE,
         causes=(
             PROVED_STALE,
             MISMATCH,
@@ -229,6 +238,7 @@ CONVERGENCE = (
         ),
         window=5,
         min_steps=5,
+        families=REWARDED,
         causes=(
             PROVED_STALE,
             MISMATCH,

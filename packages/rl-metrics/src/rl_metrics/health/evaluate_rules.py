@@ -75,22 +75,24 @@ class Look:
     def evidence(self) -> Evidence:
         """What it saw, in words."""
         value = float(self.measured.values[-1])
-        figures = {name: _Figure(limit) for name, limit in self.limits.items()}
-        before = _Figure(self.measured.before or 0.0)
-        window = min(self.window, len(self.steps))
-        text = self.condition.says.format(
-            metric=self.metric, value=_Figure(value), before=before, window=window, **figures
-        )
-        return Evidence(metric=self.metric, text=text, value=value)
+        return Evidence(metric=self.metric, text=self._put(self.condition.says), value=value)
 
     @property
     def reading(self) -> str:
-        """How the metric itself stands."""
+        """That all is well, or how the metric itself stands."""
         if self.is_old:
             return f"{self.metric} is missing, or not finite, at the last {self.num_lost} steps"
+        if self.condition.well:
+            return self._put(self.condition.well)
         window = min(self.window, len(self.steps))
         over = f" over the last {window} steps" if window > 1 else ""
         return f"{self.metric} {_Figure(self.newest)}{over}"
+
+    def _put(self, text: str) -> str:
+        figures = {name: _Figure(limit) for name, limit in self.limits.items()}
+        figures |= {"value": _Figure(self.measured.values[-1]), "newest": _Figure(self.newest)}
+        figures |= {"before": _Figure(self.measured.before or 0.0)}
+        return text.format(metric=self.metric, window=min(self.window, len(self.steps)), **figures)
 
 
 class Looker:
@@ -157,11 +159,12 @@ class Looker:
             columns.pop()
         if not all(columns):
             return
-        patterns = [place for place, matches in enumerate(columns) if any(map(is_pattern, condition.reads[place]))]
+        patterns = [place for place, _ in enumerate(columns) if any(map(is_pattern, condition.reads[place]))]
         place = patterns[0] if patterns else 0
         for match in columns[place]:
-            names = tuple(match if other == place else matches[0] for other, matches in enumerate(columns))
-            yield match, names
+            parts = {other: [name for name in columns[other] if name.startswith(f"{match}/")] for other in patterns[1:]}
+            chosen = [[match] if other == place else parts.get(other, names) for other, names in enumerate(columns)]
+            yield match, tuple(names[0] for names in chosen if names)
 
     def _first_there(self, names: tuple[str, ...]) -> list[str]:
         """The first of the names that the run has; all that match where it is a pattern."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rl_metrics.health.evaluate_rules import Look, Looker
+from rl_metrics.health.families import FAMILY_TEXTS, Family, family_of
 from rl_metrics.health.finding import SEVERITY_RANKS, Check, Evidence, Finding, Status, Verdict
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.rules import Cause, Rule, with_thresholds
@@ -25,6 +26,7 @@ def judge(
     rules: Sequence[Rule] = GUIDE,
     thresholds: Mapping[str, float] | None = None,
     events: Iterable[Mapping[str, Any]] = (),
+    family: Family | None = None,
 ) -> Verdict:
     """Whether a run is healthy at its newest step.
 
@@ -33,6 +35,7 @@ def judge(
         rules: What it is judged by.
         thresholds: A user's own, by rule and threshold: `{"kl_high.max": 0.05}`.
         events: Of the run, in their order.
+        family: What the run learns from; None tells it by the names of the metrics.
 
     Raises:
         SettingsError: There is no such threshold.
@@ -40,13 +43,18 @@ def judge(
     if thresholds:
         rules = with_thresholds(rules, thresholds)
     with np.errstate(all="ignore"):  # values may be as large as a float can be
-        return _judged(history, rules, _of_this_attempt(events))
+        return _judged(history, rules, _of_this_attempt(events), family or family_of(history.values, {}))
 
 
-def _judged(history: History, rules: Sequence[Rule], reports: Sequence[Mapping[str, Any]]) -> Verdict:
+def _judged(history: History, rules: Sequence[Rule], reports: Sequence[Mapping[str, Any]], family: Family) -> Verdict:
     looker = Looker(history)
     newest = int(history.steps[-1]) if len(history.steps) else 0
-    judged = [_check(rule, looker, reports, newest) for rule in rules]
+    judged = [
+        _check(rule, looker, reports, newest)
+        if family in rule.families
+        else (_line(rule, "unknown", f"says nothing of {FAMILY_TEXTS[family]}"), None)
+        for rule in rules
+    ]
     checks, found = tuple(check for check, _ in judged), {one.rule: one for _, one in judged if one is not None}
     by_name = {rule.name: rule for rule in rules}
     explainers = _explainers(by_name, found)
@@ -59,7 +67,9 @@ def _check(
 ) -> tuple[Check, Finding | None]:
     """What a rule came to, and what it found, before other findings are known."""
     looks = [look for condition in rule.conditions for look in looker.looks(condition, rule)]
-    enough = [look for look in looks if len(look.steps) >= rule.min_steps and not look.is_old]
+    enough = [
+        look for look in looks if len(look.steps) >= max(rule.min_steps, look.condition.min_steps) and not look.is_old
+    ]
     reported = [_told(report, newest) for report in reports if _is_reported(rule, report)]
     wrong = [
         look for look in enough if look.is_wrong and all(looker.found(need, rule) for need in look.condition.needs)
@@ -192,7 +202,7 @@ def _reading(rule: Rule, looks: Sequence[Look], enough: Sequence[Look], looker: 
     if looks:
         most = max(len(look.steps) for look in looks)
         return f"{most} of the {rule.min_steps} steps that it takes"
-    columns = list(dict.fromkeys(names for condition in rule.conditions for names in condition.reads))
+    columns = list(dict.fromkeys(names for condition in rule.conditions for names in condition.needed))
     missing = [names for names in columns if not looker.has(names)]
     if not missing:
         return f"no step has finite values of {', '.join(' or '.join(names) for names in columns)}"

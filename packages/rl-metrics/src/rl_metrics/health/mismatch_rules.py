@@ -60,6 +60,7 @@ AGREEMENT = (
                 says="{metric} is at {value} (at most {max} is healthy)",
                 max="diff_max",
             ),
+            condition("level", "training/rollout_logprobs_diff_mean", says=AT_MOST_NATS, max="nats_max"),
             condition(
                 "level",
                 "training/rollout_actor_probs_pearson_corr",
@@ -70,6 +71,7 @@ AGREEMENT = (
         thresholds=(
             Threshold("kl_max", 0.1, "k3 KL, running median, nats", THUMB),
             Threshold("diff_max", 0.01, "mean difference of probabilities", THUMB),
+            Threshold("nats_max", 0.1, "mean difference of logprobs, nats", THUMB),
             Threshold("correlation_min", 0.99, "correlation of probabilities", THUMB),
         ),
         window=5,
@@ -82,7 +84,11 @@ AGREEMENT = (
                 "look at the weight proof, and restart the engines",
                 sign=condition(
                     "leap",
-                    ("training/rollout_probs_diff_mean", "rollout_corr/k3_kl"),
+                    (
+                        "training/rollout_probs_diff_mean",
+                        "training/rollout_logprobs_diff_mean",
+                        "rollout_corr/k3_kl",
+                    ),
                     window=3,
                     says="{metric} is at {value}, and was at {before} in the first steps",
                     times=2.0,

@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 
 from rl_core.errors import SettingsError
+from rl_metrics.health.families import FAMILIES, Family
 from rl_metrics.health.finding import Severity, Side
 
 
@@ -34,24 +35,35 @@ class Condition:
     Attributes:
         kind: Name of a check in `checks.KINDS`.
         reads: A column each: names of metrics, of which the first that the run has counts. One with `*` (anything) or
-            `#` (digits) stands for all that match, each judged alone; at most one column has such.
+            `#` (digits) stands for all that match, each judged alone; a later column with such is the part of each,
+            `metric/...`.
         limits: By the check's name for them: a number, or the name of one of the rule's thresholds. None at all takes
             every threshold of the rule by its own name.
         window: Steps; 0 takes the rule's.
+        min_steps: Of a rule's own condition: steps with its metrics, where it takes more than the rule.
         says: How a finding's evidence puts it, with `{value}`, `{before}`, `{metric}` and the limits by name.
+        well: How the checklist puts it where nothing is found, with `{newest}` too, the metric's newest median; left
+            out, it has just that.
         needs: Of a rule's own condition: it finds nothing unless each of these finds something too.
         otherwise: Of a rule's `needs`: how it is put that it finds nothing.
-        can_do_with_one: It looks at its first column alone where the run has none of the second.
+        can_do_with_one: It does without its last column where the run has none of it.
     """
 
     kind: str
     reads: tuple[tuple[str, ...], ...]
     limits: Mapping[str, float | str] = field(default_factory=dict)
     window: int = 0
+    min_steps: int = 0
     says: str = "{metric} is at {value}"
+    well: str = ""
     needs: tuple["Condition", ...] = ()
     otherwise: str = ""
     can_do_with_one: bool = False
+
+    @property
+    def needed(self) -> tuple[tuple[str, ...], ...]:
+        """The columns without which it sees nothing."""
+        return self.reads[:-1] if self.can_do_with_one else self.reads
 
     def limits_of(self, rule: "Rule") -> dict[str, float]:
         """The limits of this condition, as numbers, where a rule looks with it."""
@@ -63,7 +75,9 @@ def condition(
     kind: str,
     *reads: str | tuple[str, ...],
     says: str = "{metric} is at {value}",
+    well: str = "",
     window: int = 0,
+    min_steps: int = 0,
     needs: tuple[Condition, ...] = (),
     otherwise: str = "",
     can_do_with_one: bool = False,
@@ -75,10 +89,12 @@ def condition(
         kind: Name of a check in `checks.KINDS`.
         reads: A column each: a metric, or several of which the first that the run has counts.
         says: See `Condition`, as all that follow.
+        well: How it is put that all is well.
         window: Steps.
+        min_steps: Steps that it takes.
         needs: Others that have to find something too.
         otherwise: How it is put that it finds nothing.
-        can_do_with_one: The first column is enough.
+        can_do_with_one: The last column may be missing.
         limits: By the check's name for them.
     """
     return Condition(
@@ -86,7 +102,9 @@ def condition(
         reads=tuple((names,) if isinstance(names, str) else names for names in reads),
         limits=limits,
         window=window,
+        min_steps=min_steps,
         says=says,
+        well=well,
         needs=needs,
         otherwise=otherwise,
         can_do_with_one=can_do_with_one,
@@ -128,6 +146,7 @@ class Rule:
         causes: Likeliest first.
         needs: Nothing is found unless each of these finds something too.
         unless: Nothing is found where one of these finds something.
+        families: What a run has to learn from for it to mean anything.
         events: An event of this name whose error has this text, newer than the newest start of the run, finds it too.
     """
 
@@ -143,6 +162,7 @@ class Rule:
     severity: Severity = "warning"
     needs: tuple[Condition, ...] = ()
     unless: tuple[Condition, ...] = ()
+    families: tuple[Family, ...] = FAMILIES
     events: tuple[tuple[str, str], ...] = ()
 
     def limit(self, name: str) -> float:

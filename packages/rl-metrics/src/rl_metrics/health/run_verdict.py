@@ -7,6 +7,7 @@ from typing import Any
 import structlog
 
 from rl_core.errors import SettingsError
+from rl_metrics.health.families import family_of
 from rl_metrics.health.finding import Verdict
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.judging import judge
@@ -30,7 +31,7 @@ def judge_run(run: RunRecord, *, thresholds: Mapping[str, float] | None = None, 
         OSError: A file cannot be read.
     """
     rules = without(with_thresholds(own_rules(run.settings), thresholds or {}), off)
-    return judge(run.history, rules=rules, events=run.events)
+    return judge(run.history, rules=rules, events=run.events, family=family_of(run.history.values, run.settings))
 
 
 def own_rules(settings: Mapping[str, Any]) -> Sequence[Rule]:

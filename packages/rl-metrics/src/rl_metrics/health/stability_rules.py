@@ -6,6 +6,7 @@ from rl_metrics.health.common_rules import (
     CUT_SHORT,
     DETERMINISTIC,
     EQUAL_REWARDS,
+    HAS_GAINED,
     IMPROVES,
     KL_COEFFICIENT,
     MISMATCH,
@@ -20,6 +21,7 @@ from rl_metrics.health.common_rules import (
     TOO_OLD,
     WITHOUT_SPREAD,
 )
+from rl_metrics.health.families import GRADIENT_ALONE, REWARDED
 from rl_metrics.health.rules import Cause, Rule, Threshold, condition
 
 OF_TRAJECTORIES = "{metric}: {value:share} of the trajectories (at most {max:share} is healthy)"
@@ -33,7 +35,9 @@ STABILITY = (
         what="The gradients stay large.",
         conditions=(condition("level", "actor/grad_norm", says="{metric} is at {value} (at most {max} is healthy)"),),
         thresholds=(Threshold("max", 1.0, "running median", GUIDE),),
-        unless=(SOLVED, IMPROVES),
+        min_steps=20,
+        unless=(SOLVED, IMPROVES, HAS_GAINED),
+        families=GRADIENT_ALONE,
         causes=(
             PROVED_STALE,
             MISMATCH,
@@ -74,6 +78,7 @@ STABILITY = (
         ),
         window=30,
         min_steps=4,
+        families=GRADIENT_ALONE,
         causes=(
             PROVED_STALE,
             MISMATCH,
@@ -140,12 +145,14 @@ STABILITY = (
                 "critic/advantages/max",
                 "critic/advantages/min",
                 says="{metric} has been within {max} of 0 for {window} steps",
+                well="advantages differ from 0 by up to {value} in the last {window} steps",
             ),
         ),
         thresholds=(Threshold("max", 1e-9, "largest advantage that counts as 0", BY_DESIGN),),
         window=5,
         min_steps=5,
         unless=(SOLVED,),
+        families=REWARDED,
         causes=(
             REWARD_ZERO,
             BROKEN,
@@ -167,6 +174,7 @@ STABILITY = (
         window=5,
         min_steps=5,
         unless=(SOLVED,),
+        families=REWARDED,
         causes=(
             REWARD_ZERO,
             DETERMINISTIC,
@@ -240,8 +248,10 @@ STABILITY = (
             Threshold("shrunk", 0.33, "least share of its start", THUMB),
             Threshold("grown", 3.0, "most times its start", THUMB),
         ),
+        min_steps=30,
         unless=(SOLVED, IMPROVES),
         needs=(STANDS_STILL,),
+        families=GRADIENT_ALONE,
         causes=(
             RANDOM,
             BROKEN,

@@ -16,10 +16,22 @@ from rl_metrics.health.common_rules import (
     SOLVED,
     TOO_FAST,
 )
+from rl_metrics.health.families import REWARDED
 from rl_metrics.health.rules import Cause, Rule, Threshold, condition
 
 BELOW_BEST = "{metric} is {value:share} below its best, which was {before} (at most {max:share} is healthy)"
-BELOW_TRAINING = "{metric} is {value:share} below training's {before} (at most {max:share} is healthy)"
+NEAR_BEST = "{metric} {newest}, its best was {before}"
+ON_THE_WAY = "{metric} began at {before} and went at best {value:share} of the way to the highest reward"
+ABOVE_START = "{metric} began at {before}, and its best is {value:share} above that"
+BELOW_TRAINING = (
+    "{metric} is {value:share} below training's {before}, and was nearer at first (at most {max:share} is healthy)"
+)
+
+TWO_ERRORS = 2.0
+"""Standard errors of a validation that says nothing of its interval."""
+
+THREE_IN_A_ROW = 3.0
+"""Validations: greedy responses can be worse for some steps while the policy changes its ways."""
 
 TOO_HARD = Cause(
     "the prompts are too hard for this policy",
@@ -27,26 +39,39 @@ TOO_HARD = Cause(
 )
 
 VALIDATED_REWARD = (
-    "val-core/*/reward/mean@#/ci_high",
     "val-core/*/reward/mean@#",
     "val-core/*/score/mean@#",
     "val-aux/*/reward/mean@#",
     "val-aux/*/score/mean@#",
 )
-VALIDATED_ACCURACY = ("val-core/*/acc/mean@#/ci_high", "val-core/*/acc/mean@#")
-"""Upper ends of confidence intervals where there are some: a gap is one that the draw of problems does not explain."""
+VALIDATED = "val-core/*/mean@#"
+UPPER_END = "val-core/*/mean@#/ci_high"
+"""Of a validation's confidence interval: what the draw of its problems explains is no loss."""
 
 TASK = (
     Rule(
         name="reward_zero",
         side="task",
         title="some responses are rewarded",
-        what="Every reward has been 0 since the first step.",
+        what="Every reward is 0.",
         severity="critical",
-        conditions=(condition("never_positive", SCORE, says="{metric} has never been other than 0 (largest {value})"),),
-        thresholds=(Threshold("max", 1e-9, "largest mean reward that counts as 0", BY_DESIGN),),
+        conditions=(
+            condition(
+                "zero",
+                SCORE,
+                BEST_SCORE,
+                says="{metric} has been 0 for {window} steps",
+                well="rewards differ from 0 by up to {value} in the last {window} steps",
+                can_do_with_one=True,
+            ),
+        ),
+        thresholds=(Threshold("max", 1e-9, "largest reward that counts as 0", BY_DESIGN),),
         min_steps=5,
+        unless=(SOLVED,),
+        families=REWARDED,
         causes=(
+            NOT_FINITE,
+            BROKEN,
             CUT_SHORT,
             Cause(
                 "the reward function does not find answers, or compares them with the wrong field",
@@ -61,7 +86,7 @@ TASK = (
         title="the reward keeps what it gained",
         what="The reward has fallen far below its best.",
         severity="critical",
-        conditions=(condition("fall", SCORE, says=BELOW_BEST, max="max", by=0.01, errors=3.2),),
+        conditions=(condition("fall", SCORE, says=BELOW_BEST, well=NEAR_BEST, max="max", by=0.01, errors=3.2),),
         thresholds=(Threshold("max", 0.25, "share of the best running median that may be lost", THUMB),),
         causes=(
             NOT_FINITE,
@@ -91,13 +116,15 @@ TASK = (
                 "no_rise",
                 SCORE,
                 BEST_SCORE,
-                says="{metric} began at {before} and went at best {value:share} of the way to the highest reward",
+                says=ON_THE_WAY,
+                well=ON_THE_WAY,
             ),
-            condition("no_rise", SCORE, says="{metric} began at {before}, and its best is {value:share} above that"),
+            condition("no_rise", SCORE, says=ABOVE_START, well=ABOVE_START),
         ),
         thresholds=(Threshold("min", 0.1, "share of the way to the highest reward to be gained", THUMB),),
         min_steps=30,
         unless=(SOLVED, IMPROVED),
+        families=REWARDED,
         causes=(
             Cause(
                 "the reward function gives everything the same reward",
@@ -134,6 +161,7 @@ TASK = (
         ),
         thresholds=(Threshold("min", 0.05, "share of rewards above 0", THUMB),),
         unless=(condition("level", ("critic/score/min", "critic/rewards/min"), min=0.0),),
+        families=REWARDED,
         causes=(
             REWARD_ZERO,
             CUT_SHORT,
@@ -145,14 +173,23 @@ TASK = (
         name="overfitting",
         side="task",
         title="validation against training",
-        what="The policy does worse on validation than on what it trains on.",
-        conditions=(
-            condition("gap", SCORE, VALIDATED_REWARD, says=BELOW_TRAINING),
-            condition("gap", "reward/acc/mean", VALIDATED_ACCURACY, says=BELOW_TRAINING),
+        what="The policy has come to do worse on validation than on what it trains on.",
+        conditions=tuple(
+            condition(
+                "gap",
+                *names,
+                UPPER_END,
+                says=BELOW_TRAINING,
+                can_do_with_one=True,
+                max="max",
+                errors=TWO_ERRORS,
+                held=THREE_IN_A_ROW,
+            )
+            for names in ((SCORE, VALIDATED_REWARD), ("reward/acc/mean", "val-core/*/acc/mean@#"))
         ),
-        thresholds=(Threshold("max", 0.2, "gap as a share of the training reward", GUIDE),),
+        thresholds=(Threshold("max", 0.2, "gap beyond noise, as a share of the training reward", GUIDE),),
         window=2,
-        min_steps=2,
+        min_steps=6,
         causes=(
             Cause(
                 "too few prompts, seen too often", "train on more prompts, fewer epochs, or stop at the best validation"
@@ -169,10 +206,23 @@ TASK = (
         side="task",
         title="validation keeps what it gained",
         what="Validation has fallen below its best.",
-        conditions=(condition("fall", "val-core/*/mean@#", says=BELOW_BEST, max="max", by=0.01),),
+        conditions=(
+            condition(
+                "fall",
+                VALIDATED,
+                UPPER_END,
+                says=BELOW_BEST,
+                well=NEAR_BEST,
+                can_do_with_one=True,
+                max="max",
+                by=0.01,
+                errors=TWO_ERRORS,
+                held=THREE_IN_A_ROW,
+            ),
+        ),
         thresholds=(Threshold("max", 0.2, "share of the best that may be lost", GUIDE),),
         window=1,
-        min_steps=3,
+        min_steps=6,
         causes=(
             Cause(
                 "the policy was broken by its updates",
@@ -192,6 +242,7 @@ TASK = (
         thresholds=(Threshold("max", 0.3, "share of a component's best that may be lost", THUMB),),
         min_steps=20,
         unless=(condition("fall", SCORE, max=0.1, by=0.01),),
+        families=REWARDED,
         causes=(
             Cause(
                 "the policy trades this component for another that pays more",

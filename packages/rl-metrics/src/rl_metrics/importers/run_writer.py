@@ -13,6 +13,7 @@ import structlog
 
 from rl_core.errors import DataError
 from rl_metrics.importers.naming import OTHER
+from rl_metrics.importers.recognition import advice_for
 from rl_metrics.run_files.events import EventLog, read_events
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.run_files.json_lines import number_or_nan
@@ -169,6 +170,7 @@ class RunWriter:
         if not self._num_rows + self._num_rollouts + self._num_generations:
             raise DataError(
                 f"{', '.join(map(str, files))} must be files of {self._trainer}; nothing was found in them."
+                + advice_for(files, trainer=self._trainer)
             )
         other = tuple(sorted(self._other))
         self._write_events(files, other, is_finished)

@@ -19,6 +19,7 @@ from rl_core.errors import DataError, NotReadyError
 from rl_core.files import read_plain, try_arrow_files
 from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_samples, numbers, step_files
 from rl_metrics.importers.naming import translation
+from rl_metrics.importers.recognition import advice_for
 from rl_metrics.importers.run_writer import Imported, RunWriter
 from rl_metrics.importers.trl_names import names_of
 from rl_metrics.run_files.json_lines import parse_line, read_json_lines
@@ -83,7 +84,10 @@ def _history(path: Path) -> list[dict[str, Any]]:
     state = parse_line(read_plain(file, max_bytes=MAX_STATE_BYTES))
     history = None if state is None else state.get("log_history")
     if not isinstance(history, list):
-        raise DataError(f"{file} must be a {STATE}, with a log_history; a file that is torn cannot be read.")
+        raise DataError(
+            f"{file} must be a {STATE}, with a log_history; a file that is torn cannot be read."
+            + advice_for([file], trainer="trl")
+        )
     return [row for row in history if isinstance(row, dict)]
 
 
@@ -114,7 +118,7 @@ def _newest_state(folder: Path) -> Path:
         if (found := re.fullmatch(r"checkpoint-([0-9]{1,18})", file.parent.name)) and file.is_file()
     }
     if not checkpoints:
-        raise DataError(f"{folder} must have a {STATE}, or checkpoints with one.")
+        raise DataError(f"{folder} must have a {STATE}, or checkpoints with one." + advice_for([folder], trainer="trl"))
     return checkpoints[max(checkpoints)]
 
 

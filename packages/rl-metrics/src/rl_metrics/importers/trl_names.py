@@ -5,7 +5,7 @@ reference; GRPO's `loss` is of a policy gradient, that of SFT a cross entropy. W
 bands in which our metrics are healthy do not apply, and only the learning rate gets our name.
 
 Sources: the logged metrics in TRL's documentation of GRPOTrainer, PPOTrainer and DPOTrainer, `train` in
-trl/experimental/ppo/ppo_trainer.py and trl/trainer/rloo_trainer.py.
+trl/experimental/ppo/ppo_trainer.py and trl/trainer/rloo_trainer.py; of 1.16 all that write `_metrics`.
 """
 
 import re
@@ -14,32 +14,55 @@ from typing import Any
 
 from rl_metrics.importers.naming import Names
 
-POLICY_GRADIENT: Names = {
-    "loss": ("actor/loss",),
+OF_ROLLOUTS: Names = {
     "grad_norm": ("actor/grad_norm",),
     "learning_rate": ("actor/lr",),
     "entropy": ("actor/entropy",),
-    "kl": ("actor/kl_loss",),
-    "clip_ratio/region_mean": ("actor/pg_clipfrac",),
-    "clip_ratio": ("actor/pg_clipfrac",),  # until 0.16
-    "reward": ("critic/score/mean", "critic/rewards/mean"),  # it has no penalties in the reward
-    "reward_std": ("rollout/group_reward_std",),
-    "rewards/{component}/mean": ("reward/{component}/mean",),
-    "rewards/{component}": ("reward/{component}/mean",),  # until 0.15
-    "frac_reward_zero_std": ("rollout/groups_without_spread_ratio",),
     "completions/mean_length": ("response_length/mean",),
     "completions/max_length": ("response_length/max",),
     "completions/min_length": ("response_length/min",),
     "completions/clipped_ratio": ("response_length/clip_ratio",),
     "completion_length": ("response_length/mean",),  # until 0.16
+    "sampling/sampling_logp_difference/mean": ("training/rollout_logprobs_diff_mean",),
+    "sampling/sampling_logp_difference/max": ("training/rollout_logprobs_diff_max",),
     "sampling/importance_sampling_ratio/mean": ("rollout_corr/rollout_is_mean",),
     "sampling/importance_sampling_ratio/max": ("rollout_corr/rollout_is_max",),
     "sampling/importance_sampling_ratio/min": ("rollout_corr/rollout_is_min",),
+    "sample/staleness_mean": ("training/staleness/mean",),
+    "sample/staleness_max": ("training/staleness/max",),
     "step_time": ("timing_s/step", "perf/time_per_step"),
+    "perf/step_s": ("timing_s/step", "perf/time_per_step"),
+}
+"""Of all that train on what the policy samples; the last ones, and those of samples, of asynchronous trainers."""
+
+POLICY_GRADIENT: Names = {
+    **OF_ROLLOUTS,
+    "loss": ("actor/loss",),
+    "policy_loss": ("actor/pg_loss",),  # where the loss has an entropy bonus
+    "kl": ("actor/kl_loss",),
+    "clip_ratio/region_mean": ("actor/pg_clipfrac",),
+    "clip_ratio": ("actor/pg_clipfrac",),  # until 0.16
+    "cispo_clip_ratio": ("actor/pg_clipfrac",),
+    "reward": ("critic/score/mean", "critic/rewards/mean"),  # it has no penalties in the reward
+    "reward_std": ("rollout/group_reward_std",),
+    "rewards/{component}/mean": ("reward/{component}/mean",),
+    "rewards/{component}": ("reward/{component}/mean",),  # until 0.15
+    "frac_reward_zero_std": ("rollout/groups_without_spread_ratio",),
     "eval_reward": ("val-core/eval/reward/mean@1",),
     "eval_rewards/{component}/mean": ("val-aux/eval/{component}/mean@1",),
 }
 """Of GRPO and RLOO. The mean of n responses has the same expectation for each n, so an unknown n is 1."""
+
+ASYNC: Names = {**POLICY_GRADIENT, "kl": ("rollout_corr/k3_kl",)}
+"""Of AsyncGRPO, whose KL is that of the engine's policy to the trained one."""
+
+DISTILLATION: Names = {
+    **OF_ROLLOUTS,
+    "jsd": ("actor/distillation/loss",),
+    "self_distillation/distillation_loss": ("actor/distillation/loss",),
+    "loss": ("actor/distillation/loss",),
+}
+"""Of on-policy distillation, whose loss is a divergence."""
 
 PPO: Names = {
     "objective/scores": ("critic/score/mean",),
@@ -66,7 +89,9 @@ def names_of(history: Sequence[Mapping[str, Any]]) -> Names:
     """The names of the trainer that wrote a history: those that it has tell which one that was."""
     names = {name.removeprefix("eval_") for row in history for name in row}
     if "reward" in names or any(map(PART_OF_REWARD.fullmatch, names)):
-        return POLICY_GRADIENT
+        return ASYNC if "sample/staleness_mean" in names else POLICY_GRADIENT
+    if names & {"completions/mean_length", "jsd"}:
+        return DISTILLATION
     if "rewards/chosen" in names:  # also online DPO, which has objective/rlhf_reward besides
         return OTHERS
     if not names & {"objective/rlhf_reward", "policy/approxkl_avg"}:

@@ -18,6 +18,7 @@ import structlog
 from rl_core.errors import DataError
 from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_samples, numbers, step_files
 from rl_metrics.importers.naming import Names, translation
+from rl_metrics.importers.recognition import advice_for
 from rl_metrics.importers.run_writer import Imported, RunWriter
 from rl_metrics.importers.verl_console import seems_step, step_of_line
 from rl_metrics.run_files.json_lines import number_or_nan, parse_line, read_json_lines, read_lines
@@ -29,16 +30,24 @@ MISMATCH = (
     *("kl", "k3_kl", "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "ppl_ratio"),
     *("log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min"),
 )
+PARTS_OF_LOOPS = ("generate_sequences", "tool_calls", "compute_score", "num_preempted")
+AGENT_LOOPS = (
+    *(f"{part}/{of}" for part in PARTS_OF_LOOPS for of in ("mean", "max", "min")),
+    *(f"slowest/{part}" for part in (*PARTS_OF_LOOPS, "prompt_length", "response_length")),
+)
 WEIGHTS = ("mean", "std", "max", "min", "eff_sample_size", "ratio_fraction_high", "ratio_fraction_low")
 
 NAMES: Names = {
     "actor/entropy_loss": ("actor/entropy",),  # until 2025
     "actor/reward_kl_penalty": ("actor/reference_kl",),
     "actor/reward_kl_penalty_coeff": ("actor/kl_coef",),
+    "critic/kl": ("actor/reference_kl",),  # until 2025
+    "critic/kl_coeff": ("actor/kl_coef",),
     "mfu/{role}": ("perf/mfu/{role}",),
     **{f"mismatch/mismatch_{name}": (f"rollout_corr/{name}",) for name in MISMATCH},  # 0.6
     **{f"mismatch/rollout_is_{name}": (f"rollout_corr/rollout_is_{name}",) for name in WEIGHTS},
     "val/test_score/{source}": ("val-core/{source}/reward/mean@1",),
+    **{f"timing_s/agent_loop/{name}": (f"agent_loop/{name}",) for name in AGENT_LOOPS},
 }
 """verl's names that are not ours; the mean of n responses has the same expectation for each n, so an unknown n is 1."""
 
@@ -84,7 +93,7 @@ def import_verl(
     with RunWriter(into, trainer="verl", names=translation(NAMES, has_our_names=True)) as run:
         for file in files:
             if file.is_dir():
-                raise DataError(FOLDER.format(path=file))
+                raise DataError(FOLDER.format(path=file) + advice_for([file], trainer="verl"))
             run.begin_attempt(file)
             for step, values in _logged(file):
                 run.add_metrics(step, step_alone(values))
