@@ -413,10 +413,9 @@ def test_what_runs_and_the_machine_are_below_the_bar(live):
     with live.tracker.phase("rollouts of step 1", is_brief=True, detail=lambda: "3 of 8 \x1b[2J"):
         live.clock.now += 3.0
         live.tracker._view.tick()
-        assert [line.strip() for line in last_frame(live.text)[1:]] == [
-            "\N{BRAILLE PATTERN DOTS-124} rollouts of step 1 ... 3 s, 3 of 8 \\x1b[2J",
-            "CPU 87 %",
-        ]
+        runs, machine = last_frame(live.text)[1:]
+        assert runs[1:] == r" rollouts of step 1 ... 3 s, 3 of 8 \x1b[2J"
+        assert machine == "CPU 87 %"
 
 
 def test_colours():

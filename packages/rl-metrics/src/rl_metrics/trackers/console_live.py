@@ -152,9 +152,10 @@ class LiveView:
                 parts.append(self._table())
             parts.append(self._bar(*self._title))
         now = self._clock()
-        if self._phases:
-            self._spinner.update(text=_line("; ".join(phase.progress(now) for phase in self._phases), ""))
-            parts.append(self._spinner)
+        frame = f"{self._spinner.render(now)} "
+        parts += [_line(frame + phase.progress(now), "") for phase in self._phases]
+        if self._live is not None and not self._phases:
+            parts.append(Text(" "))  # the display keeps its height between the parts of a step
         if self._live is not None and self._resources.text:
             parts.append(_line(self._resources.text, "dim"))
         lines = self._console.render_lines(Group(*parts), pad=False)
