@@ -146,13 +146,16 @@ def scale(words: list[str]) -> int:
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--engines", type=int, required=True, help="how many engines there shall be")
     options = parser.parse_args(words)
+    from rich.console import Console
+
     from rl_async_trainer.liveness.control_socket import ask_run
     from rl_metrics.trackers import ConsoleTracker
 
     request = {"do": "scale", "engines": options.engines}
-    with closing(ConsoleTracker(subject=f"scale {options.run.resolve()}")) as console:
-        what = f"bringing the run to {options.engines} engine(s): a new one loads the policy and takes its weights"
-        with console.phase(what, is_brief=True):
+    subject = f"scale {options.run.resolve()}"
+    with closing(ConsoleTracker(console=Console(stderr=True), subject=subject)) as console:  # the answer is the output
+        what, how = f"waiting until {options.engines} engine(s) serve", "a new one loads the policy"
+        with console.phase(what, is_brief=True, detail=lambda: how):
             count = ask_run(options.run, request, deadline_s=SCALE_DEADLINE_S)
     say(f"the run has {count} engine(s) now")
     return 0

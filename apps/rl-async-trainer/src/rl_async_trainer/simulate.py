@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 import tomli_w
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.table import Table
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.files import read_toml
@@ -161,11 +162,13 @@ def _show(outcomes: Sequence[Outcome]) -> None:
     if not sys.stdout.isatty():
         say("\n".join((header, *rows)))
         return
-    console = Console()
-    console.print(Text(header, style="bold"), soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for name in re.split(" {2,}", header):
+        table.add_column(name.replace(" ", "\n"), justify="right" if table.columns else "left", no_wrap=True)
     for row, outcome in zip(rows, outcomes, strict=True):
         fastest = min(one.step_s for one in outcomes if one.cluster.gpus == outcome.cluster.gpus)
-        console.print(Text(row, style="green" if outcome.step_s == fastest else ""), soft_wrap=True)
+        table.add_row(*re.split(" {2,}", row), style="green" if outcome.step_s == fastest else "")
+    Console().print(table)
 
 
 def _asynchronous(
