@@ -245,6 +245,7 @@ def test_a_terminal_keeps_validations_and_phases_above_the_bar(live):
     live.tracker.begin("GRPO", total_steps=20)
     live.run_steps([1], metrics=STEP | VALIDATION)
     assert "GRPO 1/20  validation 0.968\n" in live.text
+    live.clock.now += 1.0
     with live.tracker.phase("saving checkpoint"):
         assert "saving checkpoint ... 0 s" in live.text
     assert "saving checkpoint:" not in live.text

@@ -18,12 +18,15 @@ from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.console_live import LiveView
 from rl_metrics.trackers.console_samples import sample_lines
-from rl_metrics.trackers.console_views import JsonView, Phase, PlainView, QuietView, Row, RunConsole, StepReport, View
+from rl_metrics.trackers.console_views import JsonView, Phase, PlainView, QuietView, Row, RunConsole, StepReport
 from rl_metrics.trackers.output_thread import OutputThread, unhurried_stdout
 from rl_metrics.trackers.usual_times import UsualTimes, phase_key
 from rl_metrics.validation.summary import headline
 
 log = structlog.get_logger(__name__)
+
+View = PlainView | LiveView
+"""How a ConsoleTracker draws; what it is given has nothing in it that a terminal obeys."""
 
 ConsoleKind = Literal["auto", "bar", "lines", "quiet", "json", "off"]
 """A live display in a terminal and lines elsewhere; the one; the other; findings and the end; JSON; nothing."""

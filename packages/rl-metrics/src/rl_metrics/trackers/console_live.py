@@ -24,6 +24,9 @@ MAX_ROWS = 6
 OTHER_LINES = 8
 """Lines of a terminal that are left to the rest of the display, and to what scrolls above it."""
 
+MIN_DRAW_S = 0.25
+"""Least time between two drawings, but for those that a tick asks for."""
+
 SETTLE_S = 0.5
 """Longest wait for the terminal before others write to it."""
 
@@ -56,6 +59,7 @@ class LiveView:
         self._spinner = Spinner("dots")
         self._resources = ResourceWatch()
         self._drawn: tuple[int, list[int]] = (0, [])
+        self._drawn_s = 0.0
 
     def say(self, text: Text) -> None:
         """Lines above the display."""
@@ -114,6 +118,7 @@ class LiveView:
     def tick(self) -> None:
         """Draw again."""
         if self._live is not None:
+            self._drawn_s = self._clock()
             self._erase_wrapped()
             self._live.refresh()
 
@@ -132,7 +137,9 @@ class LiveView:
             self._resources.start()
             self._live = Live(get_renderable=self._rendered, console=self._console, auto_refresh=False)
             self._live.start()
-        self.tick()
+            self.tick()
+        elif self._clock() - self._drawn_s >= MIN_DRAW_S:
+            self.tick()  # else the next tick shows it: drawing takes milliseconds, a step may be as quick
 
     def _stop(self, *, is_kept: bool) -> None:
         if self._live is None:

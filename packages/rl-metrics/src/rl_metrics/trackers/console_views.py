@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import UnsupportedOperation
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from rl_core.data import encodable_json
-from rl_metrics.run_files.json_lines import number_or_none
+from rl_metrics.run_files.json_lines import as_plain
 
 Row = tuple[str, str]
 
@@ -73,37 +73,6 @@ class Phase:
         return f"{self.text} ... {now_s - self.began_s:.0f} s{self.usual}" + (f", {detail}" if detail else "")
 
 
-class View(Protocol):
-    """Shows a run. What it is given has nothing in it that a terminal obeys."""
-
-    def say(self, text: Text) -> None:
-        """Show a message."""
-
-    def phase_began(self, phase: Phase) -> None:
-        """Show that something slow runs."""
-
-    def phase_ended(self, phase: Phase, outcome: str) -> None:
-        """Show that it is over, with an outcome such as "7.8 s"."""
-
-    def progress_began(self, title: str, total_steps: int, done_steps: int) -> None:
-        """Show that steps begin; those before have ended."""
-
-    def stepped(self, report: StepReport) -> None:
-        """Show a step that was done."""
-
-    def progress_ended(self) -> None:
-        """Show that there are no more steps. Can be called twice."""
-
-    def table(self, title: str, rows: Mapping[str, Any], shown: Sequence[Row]) -> None:
-        """Show a table: its values, and the same as text."""
-
-    def tick(self) -> None:
-        """Show how time goes by; called twice a second."""
-
-    def close(self) -> None:
-        """Give the terminal back. Can be called twice."""
-
-
 class RunConsole(Console):
     """A rich console that goes silent, instead of ending the program, when its reader is gone."""
 
@@ -139,26 +108,26 @@ class PlainView:
         self._pending: StepReport | None = None
         self._reminders: dict[Phase, float] = {}
 
-    def say(self, text: Text | str) -> None:
+    def say(self, text: Text) -> None:
         """A line."""
-        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        self._print(text)
 
     def phase_began(self, phase: Phase) -> None:
         """`starting vLLM ... (usually 41 s)`."""
         self._reminders[phase] = REMIND_AFTER_S
         if not phase.is_brief:
-            self.say(f"{phase.text} ...{phase.usual}")
+            self._print(f"{phase.text} ...{phase.usual}")
 
     def phase_ended(self, phase: Phase, outcome: str) -> None:
         """`starting vLLM: 7.8 s`, with the outcome "7.8 s"."""
         self._reminders.pop(phase, None)
         if not phase.is_brief:
-            self.say(f"{phase.text}: {outcome}")
+            self._print(f"{phase.text}: {outcome}")
 
     def progress_began(self, title: str, total_steps: int, done_steps: int) -> None:
         """`GRPO: 20 steps`, and from where when resumed."""
         self.progress_ended()
-        self.say(f"{title}: {total_steps} steps" + (f", {done_steps} done before" if done_steps else ""))
+        self._print(f"{title}: {total_steps} steps" + (f", {done_steps} done before" if done_steps else ""))
 
     def stepped(self, report: StepReport) -> None:
         """A line, unless the last one is too recent."""
@@ -177,10 +146,10 @@ class PlainView:
 
     def table(self, title: str, rows: Mapping[str, Any], shown: Sequence[Row]) -> None:  # noqa: ARG002
         """Aligned `name  value` lines."""
-        self.say(title)
+        self._print(title)
         width = max((len(name) for name, _ in shown), default=0)
         for name, value in shown:
-            self.say(f"  {name.ljust(width)}  {value}")
+            self._print(f"  {name.ljust(width)}  {value}")
 
     def tick(self) -> None:
         """Say of a part that takes long that it still runs."""
@@ -188,26 +157,29 @@ class PlainView:
         for phase, after_s in self._reminders.items():
             if now - phase.began_s >= after_s:
                 self._reminders[phase] = 2 * after_s
-                self.say(f"still {phase.progress(now)}")
+                self._print(f"still {phase.progress(now)}")
 
     def close(self) -> None:
         """Show what was held back."""
         self.progress_ended()
 
+    def _print(self, text: Text | str) -> None:
+        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
     def _line(self, report: StepReport) -> None:
         self._pending = None
         readings = "".join(f"  {label} {value}" for label, value in report.readings)
         eta = f"  eta {report.eta}" if report.eta else ""
-        self.say(f"{report.title} {report.step}/{report.total_steps}{readings}{eta}")
+        self._print(f"{report.title} {report.step}/{report.total_steps}{readings}{eta}")
 
 
 class QuietView(PlainView):
     """What went wrong and what came out, in plain lines."""
 
-    def say(self, text: Text | str) -> None:
-        """A line for a finding, whose text has a colour, and for those of the table."""
-        if not isinstance(text, Text) or text.style:
-            super().say(text)
+    def say(self, text: Text) -> None:
+        """A line, for a text that has a colour."""
+        if text.style:
+            self._print(text)
 
     def phase_began(self, phase: Phase) -> None:
         """Nothing."""
@@ -222,12 +194,8 @@ class QuietView(PlainView):
         """Nothing."""
 
 
-class JsonView:
+class JsonView(PlainView):
     """A JSON object a line, for programs; each has `event` and `time`."""
-
-    def __init__(self, console: Console) -> None:
-        """Write to a console."""
-        self._console = console
 
     def say(self, text: Text) -> None:
         """`message`."""
@@ -249,26 +217,12 @@ class JsonView:
 
     def stepped(self, report: StepReport) -> None:
         """`step`, with all metrics."""
-        values = {name: number_or_none(value) for name, value in report.metrics.items()}
-        self._write("step", step=report.step, total_steps=report.total_steps, metrics=values)
-
-    def progress_ended(self) -> None:
-        """Nothing."""
+        self._write("step", step=report.step, total_steps=report.total_steps, metrics=report.metrics)
 
     def table(self, title: str, rows: Mapping[str, Any], shown: Sequence[Row]) -> None:  # noqa: ARG002
         """`summary`."""
-        values = {
-            k: number_or_none(v) if isinstance(v, float) else v if isinstance(v, int | None) else str(v)
-            for k, v in rows.items()
-        }
-        self._write("summary", title=title, rows=values)
-
-    def tick(self) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
+        self._write("summary", title=title, rows=rows)
 
     def _write(self, event: str, **fields: Any) -> None:
-        line = json.dumps(encodable_json({"event": event, "time": time.time(), **fields})).replace("\x7f", "\\u007f")
-        self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        content = as_plain({"event": event, "time": time.time(), **fields})
+        self._print(json.dumps(encodable_json(content)).replace("\x7f", "\\u007f"))
