@@ -157,7 +157,7 @@ class Controller:
                 if self._scheduler.is_done:
                     await self._finish()
                     return
-                with self._metrics.waiting(), self._phase("waiting for rollouts", is_brief=True, detail=self._supply):
+                with self._metrics.waiting(), self._rollouts.waiting():
                     uids = await self._next_groups()
                 await self._step(uids)
             except RoleRestartedError:
@@ -194,9 +194,6 @@ class Controller:
         state = self.state
         is_due = self._parts.validator.has_problems and self._is_due(self._settings.trainer.validate_every)
         return 0 < state.step > state.validated and is_due
-
-    def _supply(self) -> str:
-        return f"{self._scheduler.num_ready} groups ready, {self._scheduler.num_inflight} under way"
 
     async def _next_groups(self) -> tuple[str, ...]:
         """Wait for the groups of the next step."""
