@@ -148,15 +148,17 @@ def test_all_trackers_show_the_same_samples_at_the_same_step(finished: tuple[Tin
             found[row["training/global_step"]] = [cells[1] for cells in table["data"]]
     assert found == expected
     lines = said.splitlines()
-    for table in tables:
-        title = f"validation/generations at step {table.step}: the worst 3 of {SHOWN} samples; all are in"
-        start = lines.index(f"{title} generations.jsonl") + 1
+    titles = [line.partition(":")[0] for line in lines if line.startswith("validation at step")]
+    assert titles == ["validation at step 0", f"validation at step {STEPS}"]
+    for table in (tables[0], tables[-1]):
+        title = f"validation at step {table.step}: {SHOWN} samples, "
+        start = next(place for place, line in enumerate(lines) if line.startswith(title)) + 1
         worst = [sample for sample in table.samples if sample.failure][:3]
         assert worst
         for sample, line in zip(worst, lines[start : start + 3], strict=False):
-            assert line.startswith(f"  failed  {sample.input} -> {sample.output}  expected {sample.ground_truth}  ")
+            assert line.startswith(f"  failed: {sample.input} -> {sample.output}  expected {sample.ground_truth}  ")
             assert "ValueError: no verdict" in line
-        assert not lines[start + 3].startswith("  ")
+        assert not lines[start + 3].startswith(("  failed:", "  wrong:", "  score"))
 
 
 def test_each_sample_says_who_made_it_with_which_version(finished: tuple[TinyRun, str]):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -46,6 +47,11 @@ def resume(run: TinyRun, capsys: pytest.CaptureFixture[str], **settings: int) ->
     capsys.readouterr()
     assert train_here(run, "--resume", **settings) == 0
     return capsys.readouterr().out
+
+
+def plain_lines(text: str) -> list[str]:
+    """What a terminal was given, without colours and movements of its cursor."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "").split("\n")
 
 
 def event_names(run: TinyRun) -> list[str]:
@@ -158,19 +164,20 @@ def test_a_stopped_run_has_its_report(run: TinyRun) -> None:
     assert "report_failed" not in process.text
 
 
-def test_stopped_by_sigterm_and_resumed(
+def test_stopped_by_a_terminal_that_closes_and_resumed(
     run: TinyRun, uninterrupted: TinyRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with training(run, hold_after=IN_STEP_3, reward__timeout_s=None) as process:
+    with training(run, hold_after=IN_STEP_3, columns=80, metrics__console="auto", reward__timeout_s=None) as process:
         wait_until_held(process, run)
-        process.signal(signal.SIGTERM)
-        assert process.wait() == 143, process.text
+        process.close_terminal()
+        process.signal(signal.SIGHUP)
+        assert process.wait() == 129, process.text
         assert process.leftovers() == []
-        assert "stopped after step 2; go on with --resume" in process.text
         assert "Traceback" not in process.text
-    assert event_names(run) == ["run_started", "checkpoint_saved", "run_stopped"]
+    stopped = event_names(run)
+    assert [name for name in stopped if name != "console_failed"] == ["run_started", "checkpoint_saved", "run_stopped"]
     resume(run, capsys)
-    assert event_names(run)[3:] == ["run_started", "run_resumed", "checkpoint_saved", "run_finished"]
+    assert event_names(run)[len(stopped) :] == ["run_started", "run_resumed", "checkpoint_saved", "run_finished"]
     assert_equal_runs(run, uninterrupted)
 
 
@@ -223,14 +230,20 @@ def test_engine_process_killed_and_resumed(
 def test_ctrl_c_reaches_the_engine_process_too(
     run: TinyRun, uninterrupted: TinyRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with training(run, hold_after=IN_STEP_3, reward__timeout_s=None, rollout__placement="process") as process:
+    settings = {"rollout__placement": "process", "metrics__console": "auto", "reward__timeout_s": None}
+    with training(run, hold_after=IN_STEP_3, columns=100, **settings) as process:
         wait_until_held(process, run)
         assert len(process.children()) == 1
+        process.resize_terminal(60)
+        process.wait_until(lambda: "rollouts of step 3 ... 1 s" in process.text, "a display that goes on")
         process.signal_group(signal.SIGINT)
         assert process.wait() == 130, process.text
         assert process.leftovers() == []
         assert "stopped after step 2" in process.text
         assert "Traceback" not in process.text
+    shown = [line.split() for line in plain_lines(process.text)]
+    assert ["step", "reward"] in [line[:2] for line in shown], "the table of the last steps"
+    assert process.text.rfind("\x1b[?25h") > process.text.rfind("\x1b[?25l"), "the cursor is given back"
     resume(run, capsys)
     assert_equal_runs(run, uninterrupted)
 

@@ -3,9 +3,13 @@
 import contextlib
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +28,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONWARNINGS": "ignore",
     "PYTHONFAULTHANDLER": "1",
+    "TERM": "xterm-256color",
 }
 
 
@@ -37,6 +42,7 @@ class TrainProcess:
         output: Path,
         environment: Mapping[str, str],
         module: str = "rl_sync_trainer.main",
+        columns: int | None = None,
     ) -> None:
         """Start it.
 
@@ -45,11 +51,13 @@ class TrainProcess:
             output: File for what it says.
             environment: Set beside this process's own.
             module: The command, as `python -m` takes it.
+            columns: Width of the terminal that it writes to; None has it write to the file.
         """
         self.output = output
+        self._terminal = None if columns is None else Terminal(output, columns)
         self._mark = f"TINY_RUN_MARK={uuid.uuid4().hex}"
         name, _, value = self._mark.partition("=")
-        with output.open("wb") as stream:
+        with self._terminal.opened() if self._terminal is not None else output.open("wb") as stream:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *words],
                 stdout=stream,
@@ -68,6 +76,16 @@ class TrainProcess:
     def text(self) -> str:
         """What it said so far."""
         return self.output.read_text(errors="replace")
+
+    def close_terminal(self) -> None:
+        """Close its terminal, as people close a window; `resize_terminal` makes it narrower or wider."""
+        assert self._terminal is not None
+        self._terminal.close()
+
+    def resize_terminal(self, columns: int) -> None:
+        """Tell it of another width when it draws next."""
+        assert self._terminal is not None
+        self._terminal.resize(columns)
 
     @property
     def status(self) -> int | None:
@@ -134,6 +152,43 @@ class TrainProcess:
         self.kill_all()
 
 
+class Terminal:
+    """A terminal whose text goes to a file."""
+
+    def __init__(self, output: Path, columns: int) -> None:
+        """Open it with a width."""
+        self._ours, self._theirs = pty.openpty()
+        self._is_closed = threading.Event()
+        self.resize(columns)
+        output.touch()
+        self._thread = threading.Thread(target=self._copy, args=[output], daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Its other end, for a child."""
+        try:
+            yield self._theirs
+        finally:
+            os.close(self._theirs)
+
+    def resize(self, columns: int) -> None:
+        """Make it narrower or wider."""
+        termios.tcsetwinsize(self._ours, (24, columns))
+
+    def close(self) -> None:
+        """Close it; who writes to it gets an error from now on."""
+        self._is_closed.set()
+        self._thread.join(DEADLINE_S)
+
+    def _copy(self, output: Path) -> None:
+        with output.open("ab", buffering=0) as file, contextlib.suppress(OSError):  # the last who had it has closed it
+            while not self._is_closed.is_set():
+                if select.select([self._ours], [], [], TICK_S)[0]:
+                    file.write(os.read(self._ours, 1 << 16))
+        os.close(self._ours)
+
+
 def command_of(pid: int) -> str:
     """What a process runs; empty once it is gone."""
     try:
@@ -158,22 +213,24 @@ def marked_processes(mark: str) -> list[int]:
 
 
 @contextmanager
-def training(run: TinyRun, *words: str, hold_after: int | None = None, **settings: Any) -> Iterator[TrainProcess]:
+def training(
+    run: TinyRun, *words: str, hold_after: int | None = None, columns: int | None = None, **settings: Any
+) -> Iterator[TrainProcess]:
     """A training process; killed at the end, where it still runs.
 
     Args:
         run: Its inputs.
         words: Such as "--resume".
         hold_after: Reward calls after which every further one waits for `released`.
+        columns: Width of the terminal that it writes to; None has it write to a file.
         settings: Such as trainer__steps=3.
     """
     (run.folder / "held").unlink(missing_ok=True)
     (run.folder / "released").unlink(missing_ok=True)
     environment = {} if hold_after is None else {"TINY_RUN_HOLD_AFTER": str(hold_after)}
     number = len(list(run.folder.glob("output-*.txt")))
-    process = TrainProcess(
-        run.train_words(*words, **settings), output=run.folder / f"output-{number}.txt", environment=environment
-    )
+    output = run.folder / f"output-{number}.txt"
+    process = TrainProcess(run.train_words(*words, **settings), output=output, environment=environment, columns=columns)
     try:
         yield process
     finally:

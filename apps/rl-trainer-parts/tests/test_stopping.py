@@ -31,7 +31,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_cancels_the_work_and_waits_for_its_end(number: int, status: int) -> None:
     ended = []
 
@@ -214,3 +214,28 @@ def test_a_signal_outweighs_a_pause() -> None:
             assert stop.exit_status == 130
 
     asyncio.run(main())
+
+
+def test_a_terminal_that_closes_may_say_so_twice() -> None:
+    async def main() -> StopSignal:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.wait_for(stop.wait(), 60)
+            return stop
+
+    assert asyncio.run(main()).exit_status == 129
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    async def main() -> StopSignal:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            return stop
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert asyncio.run(main()).number is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,5 +1,6 @@
 """Nothing that a terminal is shown can move its cursor, name its window or colour it, whatever names and texts hold."""
 
+import io
 import sys
 
 import pytest
@@ -49,3 +50,17 @@ def test_errors_and_warnings_of_a_command_are_escaped(capsys, error):
     assert "reward_failed" in said
     assert said.count(r"\x1b]0;owned") == 4
     assert "Traceback in the rollouter:\n" in said
+
+
+class Gone(io.StringIO):
+    def write(self, text):
+        raise OSError("the terminal is gone")
+
+
+def test_a_warning_to_a_terminal_that_is_gone_is_no_error(monkeypatch):
+    def command(_words):
+        monkeypatch.setattr(sys, "stderr", Gone())
+        structlog.get_logger().warning("reward_failed")
+        return 0
+
+    assert run_command(["x"], {"x": command}) == 0

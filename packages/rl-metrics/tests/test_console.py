@@ -1,6 +1,7 @@
 import io
 import math
 import os
+import re
 
 import pytest
 import structlog
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.console import ConsoleTracker, duration_text
+from rl_metrics.trackers.console_resources import ResourceWatch
 from rl_metrics.trackers.console_views import RunConsole
 
 STEP = {
@@ -50,6 +52,13 @@ class Terminal:
         for step in steps:
             self.clock.now += seconds
             self.tracker.log(step, metrics)
+
+
+@pytest.fixture(autouse=True)
+def still(monkeypatch):
+    """Nothing is drawn but by what a test does."""
+    monkeypatch.setattr(ConsoleTracker, "_start_ticker", lambda _: None)
+    monkeypatch.setattr(ResourceWatch, "start", lambda _: None)
 
 
 @pytest.fixture
@@ -163,12 +172,69 @@ def test_steps_without_a_beginning_are_shown(plain):
     assert plain.lines[0].startswith("training 7/7  reward 0.750")
 
 
-def test_a_terminal_gets_a_bar_with_readings_within_its_width(live):
+def last_frame(text):
+    """The lines of the newest drawing of the display."""
+    drawn = text.rsplit("\x1b[2K", 1)[-1]
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn).split("\n")
+
+
+def test_a_terminal_gets_the_last_steps_and_a_bar_with_rate_and_time_left(live):
     live.tracker.begin("GRPO", total_steps=20)
-    live.run_steps([1, 2], metrics=STEP)
-    assert "2/20" in live.text
-    assert "eta 18 s" in live.text
-    assert "reward 0.750  kl 0.0012  entropy 0.234  speed 8,123 tok/s" in live.text
+    live.run_steps([0], metrics=VALIDATION)
+    live.run_steps(range(1, 9), seconds=2.0)
+    header, *rows, bar = last_frame(live.text)[:8]
+    assert header.split() == ["step", "reward", "validation", "kl", "entropy", "speed"]
+    assert [row.split()[0] for row in rows] == ["3", "4", "5", "6", "7", "8"]
+    assert rows[0].split()[1:] == ["0.750", "0.0012", "0.234", "8,123", "tok/s"]
+    assert re.fullmatch(
+        r"GRPO +\S+ +8/20 +2.12 s/step +eta 26 s", bar.replace("\N{BOX DRAWINGS HEAVY HORIZONTAL}", "-")
+    )
+
+
+def test_a_validation_has_a_cell_where_it_is_new(live):
+    live.tracker.begin("GRPO", total_steps=20)
+    live.run_steps([1], metrics=STEP | VALIDATION)
+    live.run_steps([2])
+    live.tracker.log_late(2, {"val-core/arithmetic/acc/mean@1": 0.5})
+    live.run_steps([3])
+    header, *rows = last_frame(live.text)[:4]
+    assert header.split()[:3] == ["step", "reward", "validation"]
+    assert [row.split()[2] for row in rows] == ["0.968", "0.0012", "0.500"]
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [
+        (20, ["step", "reward"]),
+        (44, ["step", "reward", "kl", "entropy", "speed"]),
+        (80, ["step", "reward", "kl", "entropy", "speed", "step time", "grad norm", "response"]),
+        (
+            160,
+            ["step", "reward", "kl", "entropy", "speed", "step time", "grad norm", "response", "cut", "clipped", "lr"],
+        ),
+    ],
+)
+def test_as_many_columns_as_fit(width, columns):
+    terminal = Terminal(is_terminal=True, width=width)
+    more = {"perf/time_per_step": 3.25, "actor/grad_norm": 0.5, "response_length/mean": 17.0, "actor/lr": 1e-6}
+    more |= {"response_length/clip_ratio": 0.25, "actor/pg_clipfrac": 0.001}
+    terminal.tracker.begin("GRPO", total_steps=20)
+    terminal.run_steps([1], metrics=STEP | more)
+    lines = last_frame(terminal.text)
+    terminal.tracker.close()
+    assert re.split(r" {2,}", lines[0].strip()) == columns
+    assert all(len(line) <= width for line in lines)
+
+
+def test_a_metric_that_says_nothing_is_left_out():
+    file = io.StringIO()
+    tracker = ConsoleTracker(
+        console=Console(file=file, width=200), min_interval_s=0, hidden=("actor/ppo_kl", "rollout_corr/kl")
+    )
+    tracker.log(1, STEP | {"rollout_corr/kl": 1e-9})
+    assert "kl" not in file.getvalue()
+    tracker.log(1, STEP | {"actor/kl_loss": 0.02})
+    assert "kl 0.02" in file.getvalue()
 
 
 def test_a_terminal_keeps_validations_and_phases_above_the_bar(live):
@@ -179,6 +245,7 @@ def test_a_terminal_keeps_validations_and_phases_above_the_bar(live):
     live.tracker.begin("GRPO", total_steps=20)
     live.run_steps([1], metrics=STEP | VALIDATION)
     assert "GRPO 1/20  validation 0.968\n" in live.text
+    live.clock.now += 1.0
     with live.tracker.phase("saving checkpoint"):
         assert "saving checkpoint ... 0 s" in live.text
     assert "saving checkpoint:" not in live.text
@@ -199,45 +266,65 @@ def generation(**changed):
     return GenerationSample(**(given | changed))
 
 
-def test_the_worst_generations_have_a_line_each(plain):
+def test_the_worst_generations_have_a_line_each_and_so_has_a_right_one(plain):
     samples = [
         *(generation(score=1.0, output=f"right {index}") for index in range(10)),
-        generation(score=0.25, ground_truth="2", output="3"),
+        generation(score=0.0, ground_truth="2", output="3"),
         generation(score=-1.0, input="i" * 1000, output="o" * 1000, ground_truth="g" * 1000),
-        *(generation(score=0.5, output=f"half {index}") for index in range(7)),
+        *(generation(score=0.0, output=f"wrong {index}") for index in range(7)),
         generation(score=math.nan, output="y" * 100, failure="no verdict: " + "z" * 1000),
     ]
-    plain.tracker.log_generations(40, "val/generations", samples)
+    plain.tracker.log_generations(40, "validation/generations", samples)
 
     def cut(letter):
         return letter * 28 + " ... " + letter * 27
 
     assert plain.lines == [
-        "val/generations at step 40: the worst 3 of 20 samples; all are in generations.jsonl",
-        f"  failed  1 + 1 -> {cut('y')}  no verdict: {'z' * 46} ... {'z' * 57}",
-        f"  score -1  {cut('i')} -> {cut('o')}  expected {cut('g')}",
-        "  score 0.25  1 + 1 -> 3  expected 2",
+        "validation at step 40: 20 samples, 10 wrong; all are in generations.jsonl",
+        f"  failed: 1 + 1 -> {cut('y')}  no verdict: {'z' * 46} ... {'z' * 57}",
+        f"  wrong: {cut('i')} -> {cut('o')}  expected {cut('g')}",
+        "  wrong: 1 + 1 -> 3  expected 2",
+        "  right: 1 + 1 -> right 0",
     ]
 
 
-def test_few_generations_are_all_there_worst_first_in_their_order(plain):
-    samples = [generation(score=1.0), generation(score=0.0, output="a"), generation(score=0.0, output="b")]
-    plain.tracker.log_generations(2, "test/generations", samples)
-    plain.tracker.log_generations(4, "test/generations", [])
+def test_a_judged_accuracy_says_what_is_right_and_a_bare_score_of_another_scale_does_not(plain):
+    judged = generation(score=0.3, components={"acc": 1.0})
+    plain.tracker.log_generations(2, "validation/generations", [judged])
+    plain.tracker.log_generations(4, "validation/generations", [generation(score=7.5), generation(score=1.0)])
     assert plain.lines == [
-        "test/generations at step 2: 3 samples",
-        "  score 0  1 + 1 -> a",
-        "  score 0  1 + 1 -> b",
-        "  score 1  1 + 1 -> 2",
-        "test/generations at step 4: 0 samples",
+        "validation at step 2: 1 samples, 0 wrong",
+        "  right: 1 + 1 -> 2",
+        "validation at step 4: 2 samples, the worst first",
+        "  score 7.5: 1 + 1 -> 2",
+        "  right: 1 + 1 -> 2",
     ]
+
+
+def test_samples_are_shown_of_the_first_and_the_last_validation(plain):
+    plain.tracker.begin("GRPO", total_steps=30)
+    for step in (0, 10, 20, 30):
+        for split in ("validation", "test"):
+            plain.tracker.log_generations(step, f"{split}/generations", [generation(score=0.0)])
+    assert [line.split(":")[0] for line in plain.lines if " at step " in line] == [
+        "validation at step 0",
+        "test at step 0",
+        "validation at step 30",
+        "test at step 30",
+    ]
+
+
+def test_a_resumed_run_shows_no_samples_before_its_last_validation(plain):
+    plain.tracker.begin("GRPO", total_steps=30, done_steps=10)
+    plain.tracker.log_generations(20, "validation/generations", [generation(score=0.0)])
+    assert plain.lines == ["GRPO: 30 steps, 10 done before"]
 
 
 def test_a_console_that_does_not_know_where_generations_are_names_no_place():
     file = io.StringIO()
     tracker = ConsoleTracker(console=Console(file=file, force_terminal=False, width=200))
-    tracker.log_generations(1, "val/generations", [generation(score=0.0)] * 4)
-    assert file.getvalue().splitlines()[0] == "val/generations at step 1: the worst 3 of 4 samples"
+    tracker.log_generations(1, "validation/generations", [generation(score=0.0)] * 4)
+    assert file.getvalue().splitlines()[0] == "validation at step 1: 4 samples, 4 wrong"
 
 
 def test_the_text_of_generations_stays_text(plain):
@@ -245,8 +332,8 @@ def test_the_text_of_generations_stays_text(plain):
     failed = generation(input=hostile, ground_truth="\u202e2", failure="bad\r\nend\x07")
     plain.tracker.log_generations(1, "val/generations", [failed, generation(score=0.5, output=hostile)])
     assert plain.lines[1:] == [
-        r"  failed  [bold]2[/bold] :smile:\n\x1b[2Jgone -> 2  expected \u202e2  bad\r\nend\x07",
-        r"  score 0.5  1 + 1 -> [bold]2[/bold] :smile:\n\x1b[2Jgone",
+        r"  failed: [bold]2[/bold] :smile:\n\x1b[2Jgone -> 2  expected \u202e2  bad\r\nend\x07",
+        r"  score 0.5: 1 + 1 -> [bold]2[/bold] :smile:\n\x1b[2Jgone",
     ]
     assert "\x1b" not in plain.text
 
@@ -254,7 +341,7 @@ def test_the_text_of_generations_stays_text(plain):
 def test_a_terminal_keeps_generations_above_the_bar(live):
     live.tracker.begin("GRPO", total_steps=20)
     live.tracker.log_generations(1, "val/generations", [generation(output="[red]\x1b[2J", score=0.0)])
-    assert r"  score 0  1 + 1 -> [red]\x1b[2J" in live.text
+    assert r"  wrong: 1 + 1 -> [red]\x1b[2J" in live.text
     assert "\x1b[2J" not in live.text
 
 
@@ -306,4 +393,41 @@ def test_no_text_garbles_the_terminal(is_terminal):
     assert "\x07" not in shown
     assert "\x9b" not in shown
     for number in (1, 2, 3, 4, 5, 6):
-        assert rf"\x1b]0;{number}\x07" in shown or (number == 3 and is_terminal)  # the bar is narrow
+        assert rf"\x1b]0;{number}\x07" in shown
+
+
+def test_a_terminal_that_is_made_narrower_keeps_no_wrapped_row_of_the_display(live):
+    live.tracker.begin("GRPO", total_steps=20)
+    live.run_steps([1])
+    wide, before = last_frame(live.text), len(live.text)
+    live.tracker._view._console.width = 40
+    live.tracker._view.tick()
+    wrapped = sum((len(line) - 1) // 40 for line in wide)
+    assert wrapped >= 1
+    assert live.text[before:].count("\x1b[1A") == len(wide) - 1 + wrapped
+    assert all(len(line) <= 40 for line in last_frame(live.text))
+
+
+def test_what_runs_and_the_machine_are_below_the_bar(live):
+    live.tracker.begin("GRPO", total_steps=20)
+    live.tracker._view._resources.text = "CPU 87 %"
+    with live.tracker.phase("rollouts of step 1", is_brief=True, detail=lambda: "3 of 8 \x1b[2J"):
+        live.clock.now += 3.0
+        live.tracker._view.tick()
+        runs, machine = last_frame(live.text)[1:]
+        assert runs[1:] == r" rollouts of step 1 ... 3 s, 3 of 8 \x1b[2J"
+        assert machine == "CPU 87 %"
+
+
+def test_colours():
+    file = io.StringIO()
+    target = Console(file=file, force_terminal=True, width=80, color_system="standard", _environ={})
+    tracker = ConsoleTracker(console=target)
+    tracker.begin("GRPO", total_steps=2)
+    tracker.say("health: critical: collapse", style="bold red")
+    tracker.log_generations(0, "validation/generations", [generation(score=0.0)])
+    tracker.log(1, STEP)
+    tracker.close()
+    assert "\x1b[1;31mhealth: critical: collapse" in file.getvalue()
+    assert "\x1b[31mwrong:\x1b[0m 1 + 1 -> 2" in file.getvalue()
+    assert re.search(r"\x1b\[36m *0\.750", file.getvalue())

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -95,27 +96,34 @@ def train(words: list[str]) -> int:
     resume, dry_run = take_flag(words, "--resume"), take_flag(words, "--dry-run")
     replayed = take_option(words, "--replay")
     settings = read_settings(words)
-    say(f"rl-async-trainer: run {settings.run_folder}, {settings.trainer.steps} steps; checking settings and files")
-    from rl_async_trainer.plan import describe_async_plan
-    from rl_async_trainer.settings import schedule_problems
-    from rl_trainer_parts.commands.train import train_checked
+    from rl_trainer_parts.reporting.consoles import make_console
 
-    async def launch(
-        settings: "AsyncSettings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker"
-    ) -> int:
-        from rl_async_trainer.training_run import TrainingRun
+    with closing(make_console(settings)) as console:
+        where = f"run {settings.run_folder}, {settings.trainer.steps} steps"
+        console.say(f"rl-async-trainer: {where}; checking settings and files")
+        with console.phase("loading libraries", is_brief=True):
+            from rl_async_trainer.plan import describe_async_plan
+            from rl_async_trainer.settings import schedule_problems
+            from rl_trainer_parts.commands.train import train_checked
 
-        recorded = None if replayed is None else Path(replayed)
-        return await TrainingRun(settings, inputs, folder, console, replayed=recorded).run()
+        async def launch(
+            settings: "AsyncSettings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker"
+        ) -> int:
+            with console.phase("loading the controller", is_brief=True):
+                from rl_async_trainer.training_run import TrainingRun
 
-    return train_checked(
-        settings,
-        resume=resume,
-        dry_run=dry_run,
-        describe=describe_async_plan,
-        launch=launch,
-        also_refused=schedule_problems(settings),
-    )
+            recorded = None if replayed is None else Path(replayed)
+            return await TrainingRun(settings, inputs, folder, console, replayed=recorded).run()
+
+        return train_checked(
+            settings,
+            console=console,
+            resume=resume,
+            dry_run=dry_run,
+            describe=describe_async_plan,
+            launch=launch,
+            also_refused=schedule_problems(settings),
+        )
 
 
 def status(words: list[str]) -> int:
@@ -138,9 +146,17 @@ def scale(words: list[str]) -> int:
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--engines", type=int, required=True, help="how many engines there shall be")
     options = parser.parse_args(words)
-    from rl_async_trainer.liveness.control_socket import ask_run
+    from rich.console import Console
 
-    count = ask_run(options.run, {"do": "scale", "engines": options.engines}, deadline_s=SCALE_DEADLINE_S)
+    from rl_async_trainer.liveness.control_socket import ask_run
+    from rl_metrics.trackers import ConsoleTracker
+
+    request = {"do": "scale", "engines": options.engines}
+    subject = f"scale {options.run.resolve()}"
+    with closing(ConsoleTracker(console=Console(stderr=True), subject=subject)) as console:  # the answer is the output
+        what, how = f"waiting until {options.engines} engine(s) serve", "a new one loads the policy"
+        with console.phase(what, is_brief=True, detail=lambda: how):
+            count = ask_run(options.run, request, deadline_s=SCALE_DEADLINE_S)
     say(f"the run has {count} engine(s) now")
     return 0
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from rl_rollout.schedule import ScheduleOptions
-from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.schema import UPDATE_KL, Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +88,12 @@ class AsyncSettings(Settings):
     def placements(self) -> dict[str, str]:
         """Where each part of the run lives, by the setting that says so."""
         return {"roles.kind": self.roles.kind, **super().placements}
+
+    @property
+    def zero_metrics(self) -> tuple[str, ...]:
+        """As of every trainer, where what was sampled is compared with no older version."""
+        is_older = self.algorithm.old_logprobs == "rollout" and not self.schedule_options.is_on_policy
+        return UPDATE_KL if self.has_one_update and not is_older else ()
 
     @property
     def schedule_options(self) -> ScheduleOptions:

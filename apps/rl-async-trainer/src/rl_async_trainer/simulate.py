@@ -3,12 +3,17 @@
 import argparse
 import json
 import os
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 import tomli_w
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.files import read_toml
@@ -59,7 +64,7 @@ def simulate(words: list[str]) -> int:
     outcomes, advice = _simulate_all(workload, options)
     batch = workload.batch
     say(f"{workload.name}: {batch.groups} x {batch.group_size} responses a step, sync_every {options.sync_every}")
-    say(outcome_table(outcomes))
+    _show(outcomes)
     for sentence in advice:
         say(sentence)
     if options.json is not None:
@@ -126,13 +131,44 @@ def _simulate_all(workload: Workload, options: argparse.Namespace) -> tuple[list
     ]
     outcomes: list[Outcome] = []
     advice = []
-    for gpus, cluster in _clusters(workload, options):
-        sync = simulate_sync(workload, gpus=gpus, num_steps=options.steps, seed=options.seed)
-        found = [_asynchronous(workload, gpus, cluster, policy, options) for policy in policies]
-        outcomes += [sync, *found]
-        if options.search:
-            advice.append(advise(sync, found))
+    clusters = _clusters(workload, options)
+    with _progress() as progress:
+        task = progress.add_task("simulating", total=len(clusters) * (1 + len(policies)))
+        for gpus, cluster in clusters:
+            progress.update(task, description=f"simulating {gpus} GPUs")
+            sync = simulate_sync(workload, gpus=gpus, num_steps=options.steps, seed=options.seed)
+            found = []
+            for policy in policies:
+                progress.update(task, advance=1, description=f"{gpus} GPUs, max_staleness {policy.max_staleness}")
+                found.append(_asynchronous(workload, gpus, cluster, policy, options))
+            progress.advance(task)
+            outcomes += [sync, *found]
+            if options.search:
+                advice.append(advise(sync, found))
     return outcomes, advice
+
+
+def _progress() -> Progress:
+    """A bar on the standard error while that is a terminal: the standard output is the result."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    )
+
+
+def _show(outcomes: Sequence[Outcome]) -> None:
+    """The table; in a terminal the fastest of each number of GPUs is green."""
+    header, *rows = outcome_table(outcomes).splitlines()
+    if not sys.stdout.isatty():
+        say("\n".join((header, *rows)))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for name in re.split(" {2,}", header):
+        table.add_column(name.replace(" ", "\n"), justify="right" if table.columns else "left", no_wrap=True)
+    for row, outcome in zip(rows, outcomes, strict=True):
+        fastest = min(one.step_s for one in outcomes if one.cluster.gpus == outcome.cluster.gpus)
+        table.add_row(*re.split(" {2,}", row), style="green" if outcome.step_s == fastest else "")
+    Console().print(table)
 
 
 def _asynchronous(

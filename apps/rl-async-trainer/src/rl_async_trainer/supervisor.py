@@ -11,11 +11,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 
 from rl_async_trainer.settings import AsyncSettings
 from rl_metrics.run_files import EventLog
-from rl_trainer_parts.commands.command_line import say
+from rl_trainer_parts.reporting.consoles import make_console
 from rl_trainer_parts.run.folder import RunFolder
 
 PIPE_VARIABLE = "RL_ASYNC_TRAINER_PIPE"
@@ -66,6 +67,7 @@ class _Supervisor:
 
     def __init__(self, words: Sequence[str], settings: AsyncSettings, module: str) -> None:
         self._module = module
+        self._say = partial(make_console(settings).say, style="bold yellow")
         self._words = list(words)
         self._settings_file = RunFolder(settings.run_folder).path / "settings.toml"
         self._before = self._written()
@@ -85,12 +87,12 @@ class _Supervisor:
                     self._words.append("--resume")
                 if self._asked is not None or self._left < 1:
                     said = f"the run's process was ended by signal {-status} ({name})."
-                    say(f"error: {said}")
+                    self._say(f"error: {said}")
                     if self._asked is None and "--resume" in self._words:
                         self._note_failure(said)
                     return 128 - status
                 self._left -= 1
-                say(f"the run's process was ended by {name}; starting it again ({self._left} restarts left)")
+                self._say(f"the run's process was ended by {name}; starting it again ({self._left} restarts left)")
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

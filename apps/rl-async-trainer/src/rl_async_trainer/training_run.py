@@ -95,12 +95,11 @@ class TrainingRun:
             console.say(f"all {self._state.step} steps are done; more need a larger trainer.steps")
             return
         controller = Controller(parts, self._state)
-        with console.phase("starting engines and learner"):
-            engine, num_parameters = await stop.run(
-                controller.start(checkpoint),
-                what="engines and learner to start",
-                deadline_s=settings.roles.start_deadline_s,
-            )
+        engine, num_parameters = await stop.run(
+            controller.start(checkpoint),
+            what="engines and learner to start",
+            deadline_s=settings.roles.start_deadline_s,
+        )
         self._controller = controller
         ranks = f" on {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
         console.say(f"engine: {engine}")
@@ -197,7 +196,7 @@ class TrainingRun:
         file = self._folder.path / HANG_FILE
         self._say("run_hung", verdict=report.verdict, file=str(file), no_progress_s=report.no_progress_s)
         said = f"nothing has happened for {report.no_progress_s:.0f} s, since: {report.last_progress}. {report.verdict}"
-        self._console.say(f"{said} See {file}.")
+        self._console.say(f"{said} See {file}.", style="bold red")
         if self._settings.roles.on_hang == "fail":
             deaf = [role.name for role in report.roles if not role.is_answering]
             loop.call_soon_threadsafe(self._end_hung, f"{said} The roles' stacks are in {file}.", deaf)

@@ -1,6 +1,7 @@
 """What the synchronous loop works with, and its queue."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from rl_core import InProcessQueue, Prompt, TransferQueue
@@ -47,6 +48,7 @@ class Parts(LearningParts):
         rollouts: Writes trajectories down; None writes none.
         probes: Asks the policy about tokens; None asks about none.
         memory: Measures memory; None measures none.
+        phase: Shows what runs; see `ConsoleTracker.phase`.
     """
 
     inputs: Inputs
@@ -68,6 +70,7 @@ class Parts(LearningParts):
     rollouts: RolloutWriter | None = None
     probes: TokenProbes | None = None
     memory: MemoryWatch | None = None
+    phase: Callable[..., AbstractContextManager[None]] = lambda *_, **__: nullcontext()
 
     async def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
         """Issue prompts, and tell the teachers, who may wait for some."""

@@ -33,11 +33,15 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
     for split, prompts in (("validation", parts.inputs.validation), ("test", parts.inputs.test if with_test else None)):
         if prompts is None:
             continue
-        found = await parts.stop.run(
-            evaluate_prompts(parts, prompts, key=EntryKey(kind=split, step=state.step), version=state.policy_version),
-            what=f"{split} of step {state.step}",
-            deadline_s=parts.settings.rollout.deadline_s,
-        )
+        what = f"{split} of step {state.step}"
+        with parts.phase(what, is_brief=True):
+            found = await parts.stop.run(
+                evaluate_prompts(
+                    parts, prompts, key=EntryKey(kind=split, step=state.step), version=state.policy_version
+                ),
+                what=what,
+                deadline_s=parts.settings.rollout.deadline_s,
+            )
         accuracy = headline(found)
         results = with_accuracies(results, {split: accuracy})
         if split == "validation":

@@ -16,7 +16,8 @@ from rl_trainer_parts.run.checkpoints import TrainerState
 async def train(parts: Parts, state: TrainerState) -> TrainerState:
     """Train until the last step; every state passed to `parts.on_state` is one to go on from."""
     settings = parts.settings.trainer
-    await publish(parts, state.policy_version)
+    with parts.phase("giving the policy to the engine", is_brief=True):
+        await publish(parts, state.policy_version)
     if state.step == 0 and settings.validate_first and not state.results:
         state, metrics = await evaluate(parts, state, with_test=True)
         parts.log_metrics(0, metrics)
@@ -56,13 +57,15 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     """One step: a batch of rollouts, its optimizer updates, and the new weights in the engine."""
     started = time.perf_counter()
     recorder = Recorder(strict=parts.settings.metrics.strict)
-    num_groups = await collect_step(parts, recorder, step=state.step + 1)
+    with parts.phase(f"rollouts of step {state.step + 1}", is_brief=True):
+        num_groups = await collect_step(parts, recorder, step=state.step + 1)
     await rest_engine(parts)
     lease = parts.queue.lease(TRAIN, groups=num_groups, deadline_s=parts.settings.rollout.deadline_s)
-    trained, kl_state = learn(parts, lease.batch, recorder, step=state.step + 1, kl_state=state.kl)
+    with parts.phase(f"training step {state.step + 1}", is_brief=True):
+        trained, kl_state = learn(parts, lease.batch, recorder, step=state.step + 1, kl_state=state.kl)
     parts.queue.ack(lease)
     version = state.policy_version + 1
-    with recorder.timer("update_weights"):
+    with recorder.timer("update_weights"), parts.phase(f"giving version {version} to the engine", is_brief=True):
         await publish(parts, version, recorder)
     parts.queue.forget_finished()
     with recorder.timer("dump_rollout_generations"):

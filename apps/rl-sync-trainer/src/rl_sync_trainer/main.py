@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,16 +54,24 @@ def train(words: list[str]) -> int:
     from rl_trainer_parts.settings.sources import load_settings
 
     settings = load_settings(file, words, os.environ)
-    say(f"rl-sync-trainer: run {settings.run_folder}, {settings.trainer.steps} steps; checking settings and files")
-    from rl_trainer_parts.commands.plan import describe_plan
-    from rl_trainer_parts.commands.train import train_checked
+    from rl_trainer_parts.reporting.consoles import make_console
 
-    async def launch(settings: "Settings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker") -> int:
-        from rl_sync_trainer.training_run import TrainingRun
+    with closing(make_console(settings)) as console:
+        where = f"run {settings.run_folder}, {settings.trainer.steps} steps"
+        console.say(f"rl-sync-trainer: {where}; checking settings and files")
+        with console.phase("loading libraries", is_brief=True):
+            from rl_trainer_parts.commands.plan import describe_plan
+            from rl_trainer_parts.commands.train import train_checked
 
-        return await TrainingRun(settings, inputs, folder, console).run()
+        async def launch(settings: "Settings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker") -> int:
+            with console.phase("loading engine and learner libraries", is_brief=True):
+                from rl_sync_trainer.training_run import TrainingRun
 
-    return train_checked(settings, resume=resume, dry_run=dry_run, describe=describe_plan, launch=launch)
+            return await TrainingRun(settings, inputs, folder, console).run()
+
+        return train_checked(
+            settings, console=console, resume=resume, dry_run=dry_run, describe=describe_plan, launch=launch
+        )
 
 
 def validate(words: list[str]) -> int:

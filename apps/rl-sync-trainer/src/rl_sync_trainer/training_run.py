@@ -158,6 +158,7 @@ class TrainingRun:
                 self._folder.path / "probes.jsonl", self._inputs.tokenizer, count=settings.metrics.probes
             ),
             memory=make_memory_watch(settings, "trainer", say=self._say),
+            phase=self._console.phase,
         )
 
     def _keep_state(self, state: TrainerState) -> None:

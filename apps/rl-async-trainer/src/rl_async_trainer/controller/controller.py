@@ -49,6 +49,7 @@ class Controller:
         self._parts = parts
         self._settings = parts.settings
         self._trackers = parts.lifecycle.trackers
+        self._phase = parts.lifecycle.console.phase
         self._scheduler = parts.scheduler
         self._changed = asyncio.Condition()
         self._was_restored = False
@@ -87,12 +88,16 @@ class Controller:
         """
         alone = asyncio.Semaphore(1 if self._settings.roles.kind == "inline" else 3)
 
-        async def started(work: Awaitable[Any]) -> Any:
+        async def started(what: str, work: Awaitable[Any], *, is_brief: bool = False) -> Any:
             async with alone:
-                return await work
+                with self._phase(f"starting {what}", is_brief=is_brief):
+                    return await work
 
-        works = [self._rollouter.start(), self._learner.start(checkpoint), self._teachers.start()]
-        rollouter, learner, _ = await asyncio.gather(*map(started, works))
+        rollouter, learner, _ = await asyncio.gather(
+            started(f"{self._settings.rollout.engine} engine", self._rollouter.start()),
+            started(f"{self._settings.policy.learner} learner", self._learner.start(checkpoint)),
+            started("teachers", self._teachers.start(), is_brief=not self._settings.distillation.teachers),
+        )
         return rollouter, learner
 
     async def run(self) -> AsyncState:
@@ -152,7 +157,7 @@ class Controller:
                 if self._scheduler.is_done:
                     await self._finish()
                     return
-                with self._metrics.waiting():
+                with self._metrics.waiting(), self._rollouts.waiting():
                     uids = await self._next_groups()
                 await self._step(uids)
             except RoleRestartedError:
@@ -162,7 +167,8 @@ class Controller:
         """Give the present weights to the engines, and evaluate the untrained policy where that is asked for."""
         while True:
             try:
-                await self._weights.pack_and_wait(self._scheduler.learner_version)
+                with self._phase("giving the policy to the engines", is_brief=True):
+                    await self._weights.pack_and_wait(self._scheduler.learner_version)
                 await self._validate_at_start()
                 break
             except RoleRestartedError:
@@ -212,7 +218,8 @@ class Controller:
         """Train a step, publish what is due, log it, and save it where a checkpoint is due."""
         scheduler, number = self._scheduler, self._scheduler.num_steps + 1
         async with self._in_step:
-            report = await self._train(number, uids)
+            with self._phase(f"training step {number}", is_brief=True):
+                report = await self._train(number, uids)
             wall_s = self._note(report)
             publishing = asyncio.create_task(self._publish_step())
             try:
@@ -316,7 +323,8 @@ class Controller:
         """Evaluate the policy of now, while nothing trains."""
         step = self.state.step
         await self._hold_weights(step)
-        found = await self._parts.validator.run(step, self._rollouter, self._learner, with_test=with_test)
+        with self._phase(f"validating step {step}", is_brief=True):
+            found = await self._parts.validator.run(step, self._rollouter, self._learner, with_test=with_test)
         self.state = self._parts.validator.noted(self.state, step, found)
         return found
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 
 from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.controller.rollouter_link import RollouterLink
@@ -58,6 +59,15 @@ class Rollouts:
     def hold(self) -> None:
         """Start no more prompts until `let_feed`."""
         self._is_feeding = False
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Show people that the learner waits, and how many groups there are."""
+        scheduler = self._scheduler
+        return self._parts.lifecycle.console.phase(
+            "waiting for rollouts",
+            is_brief=True,
+            detail=lambda: f"{scheduler.num_ready} groups ready, {scheduler.num_inflight} under way",
+        )
 
     async def feed(self) -> None:
         """Start prompts whenever the scheduler allows it; ends only by an error."""

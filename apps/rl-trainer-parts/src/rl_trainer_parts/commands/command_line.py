@@ -1,11 +1,14 @@
 """What the commands of both trainers share: words, complaints, logs."""
 
+import io
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO, cast
 
 import structlog
 
@@ -67,9 +70,19 @@ def configure_logs() -> None:
     structlog.configure(
         processors=[*before, escaped_event, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # the one of now, which a caller may redirect
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Stderr())),
     )
     warnings.filterwarnings("ignore", module=r"megatron\..*")  # it warns of every optional package that is not there
+
+
+class _Stderr(io.TextIOBase):
+    """The standard error of now, which a caller may redirect; a terminal that is gone stops no run."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        return len(text)
 
 
 def take_flag(words: list[str], flag: str) -> bool:

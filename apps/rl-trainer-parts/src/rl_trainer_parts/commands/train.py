@@ -9,7 +9,6 @@ from rl_trainer_parts.checks.all_checks import check_settings, check_trainable
 from rl_trainer_parts.checks.distillation import check_teachers
 from rl_trainer_parts.commands.command_line import say
 from rl_trainer_parts.commands.plan import PromptCounts
-from rl_trainer_parts.reporting.trackers import make_console
 from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs
 from rl_trainer_parts.run.folder import RunFolder, open_run, require_resumable
 from rl_trainer_parts.settings.schema import Settings
@@ -20,6 +19,7 @@ Chosen = TypeVar("Chosen", bound=Settings)
 def train_checked(
     settings: Chosen,
     *,
+    console: ConsoleTracker,
     resume: bool,
     dry_run: bool,
     describe: Callable[[Chosen, PromptCounts], str],
@@ -30,6 +30,7 @@ def train_checked(
 
     Args:
         settings: Of the run.
+        console: Shows progress.
         resume: Go on with the run in the folder.
         dry_run: Print the plan and end; nothing is written.
         describe: The plan as text.
@@ -40,14 +41,16 @@ def train_checked(
         SettingsError: A setting is impossible, or the folder is not free.
         DataError: A file of the user cannot be used.
     """
-    check_settings(settings, also_refused)
-    check_trainable(settings)
-    inputs = read_inputs(settings)
-    check_teachers(settings, inputs.tokenizer, inputs.train)
+    with console.phase("checking settings and files", is_brief=True):
+        check_settings(settings, also_refused)
+        check_trainable(settings)
+        inputs = read_inputs(settings)
+        check_teachers(settings, inputs.tokenizer, inputs.train)
     if dry_run:
         if resume:
             require_resumable(RunFolder(settings.run_folder), settings)
+        console.close()  # writes what it has, before others write
         say(describe(settings, inputs.counts))
         return 0
-    with open_run(settings, resume=resume, say=say) as folder:
-        return asyncio.run(launch(settings, inputs, folder, make_console(settings)))
+    with open_run(settings, resume=resume, say=console.say) as folder:
+        return asyncio.run(launch(settings, inputs, folder, console))

@@ -180,7 +180,8 @@ class HealthWatch:
         evidence = [one.text for one in finding.evidence]
         self._console.say(
             f"health: {finding.severity}: {finding.what} ({finding.rule}, since step {finding.since_step}; "
-            f"{evidence[0]}). Likely: {finding.causes[0]}. Try: {finding.advice[0]}."
+            f"{evidence[0]}). Likely: {finding.causes[0]}. Try: {finding.advice[0]}.",
+            style="bold red" if finding.severity == "critical" else "yellow",
         )
         self._events.write(
             "health_finding",

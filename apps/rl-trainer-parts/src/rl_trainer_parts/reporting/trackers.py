@@ -1,28 +1,13 @@
-"""The trackers that the settings ask for, the console among them."""
+"""The trackers that the settings ask for."""
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-
 from rl_core.secret_settings import resolve_secrets
-from rl_metrics.trackers import BackgroundTracker, ConsoleTracker, Ending, Fanout, JsonlTracker, Tracker, run_console
+from rl_metrics.trackers import BackgroundTracker, ConsoleTracker, Ending, Fanout, JsonlTracker, Tracker
 from rl_trainer_parts.reporting.report_writer import ReportWriter
 from rl_trainer_parts.run.folder import plain_settings
 from rl_trainer_parts.settings.schema import Settings
-
-
-def make_console(settings: Settings) -> ConsoleTracker:
-    """A progress bar in a terminal, plain lines elsewhere, or what `metrics.console` says."""
-    kind = settings.metrics.console
-    generations_in = "generations.jsonl and the report" if settings.metrics.report else "generations.jsonl"
-    if kind == "off":
-        return ConsoleTracker(console=Console(file=io.StringIO()))
-    if kind == "auto":
-        return ConsoleTracker(generations_in=generations_in)
-    target = run_console(force_terminal=kind == "bar", force_interactive=kind == "bar")
-    return ConsoleTracker(console=target, generations_in=generations_in)
 
 
 def make_trackers(

@@ -23,6 +23,7 @@ class RunLifecycle:
     """One launch of a run, in a folder that this process holds.
 
     Attributes:
+        console: Told what users should see.
         events: Told everything.
         trackers: Take the metrics.
         store: Has the run's checkpoints.
@@ -47,7 +48,7 @@ class RunLifecycle:
         """
         self._settings = settings
         self._folder = folder
-        self._console = console
+        self.console = console
         self._started = time.perf_counter()
         self._earlier_wall_s = 0.0
         self.ending: Ending = "failed"  # what ends otherwise says so
@@ -76,7 +77,7 @@ class RunLifecycle:
             stack.callback(self.trackers.close)
             stop = stack.enter_context(StopSignal())
             watch_health(
-                self._settings, self._folder, self.trackers, console=self._console, events=self.events, stop=stop
+                self._settings, self._folder, self.trackers, console=self.console, events=self.events, stop=stop
             )
             self.events.write("run_started", settings=str(self._folder.path / "settings.toml"))
             try:
@@ -99,21 +100,21 @@ class RunLifecycle:
         """The newest whole checkpoint; broken ones are passed over, and told."""
 
         def passed_over(error: CheckpointError) -> None:
-            self._console.say(f"passing over a broken checkpoint: {error}")
+            self.console.say(f"passing over a broken checkpoint: {error}", style="yellow")
             self.events.write("checkpoint_broken", error=str(error))
 
         return self.store.newest(passed_over)
 
     def resumes(self, checkpoint: Path, state: RunState) -> None:
         """Say where it goes on."""
-        self._console.say(f"resuming from {checkpoint}")
+        self.console.say(f"resuming from {checkpoint}")
         self.events.write("run_resumed", checkpoint=str(checkpoint))
         self._earlier_wall_s = state.wall_s
 
     def begins(self, state: RunState) -> None:
         """Say what is trained, and from which step on."""
         title = self._settings.algorithm.advantage.upper() if learns_from_rewards(self._settings) else "Distillation"
-        self._console.begin(title, total_steps=self._settings.trainer.steps, done_steps=state.step)
+        self.console.begin(title, total_steps=self._settings.trainer.steps, done_steps=state.step)
 
     def _stopped(self, state: RunState, stop: StopSignal) -> int:
         """The user stopped it, or it paused itself."""
@@ -122,7 +123,8 @@ class RunLifecycle:
         self._folder.write_summary(self._summary(status, state) | paused)
         self.events.write("run_stopped", step=state.step, signal=None if paused else stop.number, **paused)
         by = f" by {stop.pause_reason}" if paused else ""
-        self._console.say(f"{status} after step {state.step}{by}; go on with --resume")
+        self.console.end()
+        self.console.say(f"{status} after step {state.step}{by}; go on with --resume", style="bold yellow")
         return stop.exit_status
 
     def _report(self) -> dict[str, Path]:
@@ -136,7 +138,7 @@ class RunLifecycle:
         file = self._folder.write_summary(summary)
         self.events.write("run_finished", **summary)
         shown = {name: value for name, value in summary.items() if value is not None and name != "status"}
-        self._console.summary(
+        self.console.summary(
             "run finished", {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file, **self._report()}
         )
         return 0

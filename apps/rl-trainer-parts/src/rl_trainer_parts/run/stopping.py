@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the run to stop, the second ends it at once. A run can also ask itself."""
+"""Ctrl-C, SIGTERM or a terminal that closes asks a run to stop; a second signal ends it. The run can ask itself."""
 
 import asyncio
 import os
@@ -41,15 +41,18 @@ class StopSignal:
 
     @property
     def exit_status(self) -> int:
-        """130 after SIGINT, 143 after SIGTERM, 3 where the run paused itself."""
+        """130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP, 3 where the run paused itself."""
         if self.is_paused:
             return PAUSED
         return 128 + (self.number or signal.SIGTERM)
 
     def __enter__(self) -> "StopSignal":
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before = signal.getsignal(number)
+            if number == signal.SIGHUP and before == signal.SIG_IGN:
+                continue  # nohup: it outlives the terminal
+            self._before[number] = before
             loop.add_signal_handler(number, self._wake)  # wakes the loop also where it is about to fall asleep
             signal.signal(number, self._receive)  # hears also while the loop is busy
         return self
@@ -64,9 +67,10 @@ class StopSignal:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.number is not None:
+        if self.number is None:
+            self.number = number
+        elif number != signal.SIGHUP:  # a terminal that closes may send it twice
             os._exit(128 + number)
-        self.number = number
 
     def _wake(self) -> None:
         if self.number is not None:  # else it was sent to a fork of this process, which has the same wakeup descriptor

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rl_metrics.health import Severity
+from rl_metrics.trackers import ConsoleKind
 
 LEVELS: tuple[Severity, ...] = ("critical", "warning")
 """Words that `health.pause_on` takes beside names of rules."""
@@ -14,10 +15,11 @@ class MetricSettings:
     """What the run says.
 
     Attributes:
-        console: "auto" (a progress bar in a terminal, else plain lines), "bar", "lines" or "off".
+        console: "auto" (a live display in a terminal, else plain lines), "bar" (the display), "lines", "quiet" (only
+            findings and the end), "json" (an object a line, for programs) or "off".
         strict: Fail on a metric that is not defined, instead of a warning.
         log_val_generations: Validation responses that are written down and given to trackers each time, one to a
-            problem; the console shows the worst three.
+            problem; the console shows a few of the first and the last.
         log_rollouts: Trajectories of each step that are written to rollouts.jsonl, token by token: first the worst and
             the slowest, the best of the worst one's group, then a draw, two of a group at a time; 0 writes none.
         log_rollout_tokens: Most tokens of their responses together; at least one trajectory is written.
@@ -39,7 +41,7 @@ class MetricSettings:
         mlflow_experiment: What MLflow compares the run in.
     """
 
-    console: Literal["auto", "bar", "lines", "off"] = "auto"
+    console: ConsoleKind = "auto"
     strict: bool = False
     log_val_generations: int = 20
     log_rollouts: int = 8

@@ -311,6 +311,10 @@ class TrainerSettings:
     proof_tolerance: float | None = None
 
 
+UPDATE_KL = ("actor/ppo_kl", "rollout_corr/kl")
+"""Metrics of how far the policy is from the one that sampled."""
+
+
 class Settings(BaseSettings):
     """All settings of a run; a trainer that has more derives from it.
 
@@ -346,6 +350,16 @@ class Settings(BaseSettings):
     def placements(self) -> dict[str, str]:
         """Where each part of the run lives, by the setting that says so."""
         return {"cluster.kind": self.cluster.kind, "rollout.placement": self.rollout.placement}
+
+    @property
+    def zero_metrics(self) -> tuple[str, ...]:
+        """Metrics that are 0 by design: a step's only update begins at the very policy that sampled."""
+        return ("training/staleness/mean", *(UPDATE_KL if self.has_one_update else ()))
+
+    @property
+    def has_one_update(self) -> bool:
+        """True where each step updates the policy once."""
+        return self.trainer.minibatches == self.trainer.epochs == 1
 
     @property
     def run_folder(self) -> Path:

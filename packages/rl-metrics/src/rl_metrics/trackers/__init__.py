@@ -1,7 +1,7 @@
 """Where metrics go: one module for each tracker."""
 
 from rl_metrics.trackers.background import BackgroundTracker
-from rl_metrics.trackers.console import ConsoleTracker, run_console
+from rl_metrics.trackers.console import ConsoleKind, ConsoleTracker, run_console
 from rl_metrics.trackers.fanout import Fanout
 from rl_metrics.trackers.jsonl import JsonlTracker, read_generations, read_histograms
 from rl_metrics.trackers.mlflow import MlflowTracker
@@ -11,6 +11,7 @@ from rl_metrics.trackers.wandb import WandbTracker
 
 __all__ = [
     "BackgroundTracker",
+    "ConsoleKind",
     "ConsoleTracker",
     "Ending",
     "Fanout",

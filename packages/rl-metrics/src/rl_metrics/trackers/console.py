@@ -1,24 +1,40 @@
 """The console: what is starting, how the steps go, and what came out."""
 
-import math
+import io
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from operator import methodcaller
+from typing import IO, Any, Literal, cast
 
 import structlog
 from rich.console import Console
+from rich.text import Text
 
 from rl_core.terminal_text import escaped, escaped_lines
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
-from rl_metrics.trackers.console_views import LiveView, PlainView, Row, RunConsole, StepReport, View
+from rl_metrics.trackers.console_live import LiveView
+from rl_metrics.trackers.console_samples import sample_lines
+from rl_metrics.trackers.console_views import JsonView, Phase, PlainView, QuietView, Row, RunConsole, StepReport
 from rl_metrics.trackers.output_thread import OutputThread, unhurried_stdout
-from rl_metrics.trackers.text import plain_text
+from rl_metrics.trackers.usual_times import UsualTimes, phase_key
 from rl_metrics.validation.summary import headline
 
 log = structlog.get_logger(__name__)
+
+View = PlainView | LiveView
+"""How a ConsoleTracker draws; what it is given has nothing in it that a terminal obeys."""
+
+ConsoleKind = Literal["auto", "bar", "lines", "quiet", "json", "off"]
+"""A live display in a terminal and lines elsewhere; the one; the other; findings and the end; JSON; nothing."""
+
+TICK_S = 0.5
+
+WORTH_SAYING_S = 2.0
+"""What usually takes less is not announced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,29 +46,31 @@ class Reading:
         names: Metrics; the first that the step has is shown.
         format: A format specification, such as ".3f".
         unit: Shown behind the value.
+        is_extra: Shown only where there is room.
     """
 
     label: str
     names: tuple[str, ...]
     format: str = ".3f"
     unit: str = ""
+    is_extra: bool = False
 
 
 READINGS = (
     Reading(label="loss", names=("sft/loss",), format=".4f"),
     Reading(label="reward", names=("critic/rewards/mean", "critic/score/mean")),
-    Reading(label="kl", names=("actor/kl_loss", "actor/ppo_kl", "rollout_corr/kl"), format=".2g"),
+    Reading(label="kl", names=("actor/kl_loss", "actor/reference_kl", "actor/ppo_kl", "rollout_corr/kl"), format=".2g"),
     Reading(label="entropy", names=("actor/entropy",)),
     Reading(label="speed", names=("perf/throughput", "sft/throughput"), format=",.0f", unit=" tok/s"),
+    Reading(label="step time", names=("perf/time_per_step",), format=".3g", unit=" s", is_extra=True),
+    Reading(label="grad norm", names=("actor/grad_norm", "sft/grad_norm"), format=".3g", is_extra=True),
+    Reading(label="response", names=("response_length/mean",), format=".0f", unit=" tok", is_extra=True),
+    Reading(label="cut", names=("response_length/clip_ratio",), format=".0%", is_extra=True),
+    Reading(label="clipped", names=("actor/pg_clipfrac",), format=".1%", is_extra=True),
+    Reading(label="staleness", names=("training/staleness/mean",), format=".2f", is_extra=True),
+    Reading(label="lr", names=("actor/lr", "sft/lr"), format=".2g", is_extra=True),
 )
 """What the console shows unless told otherwise, beside the newest validation."""
-
-
-MAX_SAMPLES = 3
-"""Generations of a table that the console shows, a line each: the run's own lines shall not drown in them."""
-
-MAX_TEXT, MAX_FAILURE = 60, 120
-"""Characters of a text, and of the reason of a failure, that the console shows."""
 
 
 class ConsoleTracker:
@@ -67,30 +85,39 @@ class ConsoleTracker:
         self,
         *,
         console: Console | None = None,
+        kind: ConsoleKind = "auto",
         min_interval_s: float = 10.0,
         readings: Sequence[Reading] = READINGS,
+        hidden: Collection[str] = (),
         generations_in: str | None = None,
+        subject: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make a console; nothing is written yet.
 
         Args:
             console: Where to write; None is the standard output, as `run_console` opens it.
+            kind: How to show the run.
             min_interval_s: Outside a terminal, least seconds between the lines of two steps.
             readings: What to show of a step.
+            hidden: Metrics to leave out, as they say nothing in this run.
             generations_in: Where people find all samples of a table, such as "generations.jsonl".
+            subject: What the times of phases depend on, such as the policy's path: they are kept in the user's cache
+                folder, and shown to who waits for the same phase again. None keeps none.
             clock: Seconds.
         """
-        target = console if console is not None else run_console()
+        target = console if console is not None else _target(kind)
         self._output = target.file if isinstance(target.file, OutputThread) else None
-        self._view: View | None
-        if target.is_interactive:
-            self._view = LiveView(target, clock=clock)
-        else:
-            self._view = PlainView(target, min_interval_s=min_interval_s, clock=clock)
+        self._view: View | None = _view(kind, target, min_interval_s=min_interval_s, clock=clock)
         self._readings = tuple(readings)
+        self._hidden = frozenset(hidden)
         self._generations_in = generations_in
+        self._usual = None if subject is None else UsualTimes(subject)
         self._clock = clock
+        self._lock = threading.RLock()
+        self._ticker: threading.Thread | None = None
+        self._is_closed = threading.Event()
+        self._seen: set[str] = set()
         self._title = "training"
         self._total_steps = 0
         self._first_step = 0
@@ -98,28 +125,46 @@ class ConsoleTracker:
         self._has_begun = False
         self._validation: float | None = None
 
-    def say(self, text: str) -> None:
-        """Write a line that stays."""
-        shown = escaped_lines(text)
+    def say(self, text: str, *, style: str = "") -> None:
+        """Write lines that stay.
+
+        Args:
+            text: To write.
+            style: Of rich, such as "yellow", for what also those should see who want quiet.
+        """
+        shown = Text(escaped_lines(text), style=style)
         self._draw(lambda view: view.say(shown))
 
     @contextmanager
-    def phase(self, text: str) -> Iterator[None]:
+    def phase(self, text: str, *, is_brief: bool = False, detail: Callable[[], str] = str) -> Iterator[None]:
         """Show that something slow runs, at once, and how long it took, also when it fails or is stopped.
 
         Args:
             text: What runs, such as "starting vLLM".
+            is_brief: It is a part of a step, and is shown only while it runs.
+            detail: Says how far it is, such as "3 of 8 groups ready"; called twice a second, by another thread.
         """
-        shown = escaped(text)
-        self._draw(lambda view: view.phase_began(shown))
-        began_s = self._clock()
+        is_first = phase_key(text) not in self._seen
+        self._seen.add(phase_key(text))
+        usual_s = self._usual.of(text) if self._usual is not None and is_first else None
+        phase = Phase(
+            text=escaped(text),
+            began_s=self._clock(),
+            usual=f" (usually {duration_text(usual_s)})" if usual_s is not None and usual_s >= WORTH_SAYING_S else "",
+            is_brief=is_brief,
+            detail=lambda: escaped(detail()),
+        )
+        self._draw(lambda view: view.phase_began(phase))
+        self._start_ticker()
         outcome = "broken off after "
         try:
             yield
             outcome = ""
         finally:
-            took = f"{outcome}{self._clock() - began_s:.1f} s"
-            self._draw(lambda view: view.phase_ended(shown, took))
+            took_s = self._clock() - phase.began_s
+            self._draw(lambda view: view.phase_ended(phase, f"{outcome}{took_s:.1f} s"))
+            if self._usual is not None and is_first and not outcome:
+                self._usual.note(text, took_s)
 
     def begin(self, title: str, *, total_steps: int, done_steps: int = 0) -> None:
         """Start a bar of steps; the bar before it ends.
@@ -132,6 +177,7 @@ class ConsoleTracker:
         self._title, self._total_steps = escaped(title), total_steps
         self._start(done_steps)
         self._draw(lambda view: view.progress_began(self._title, total_steps, done_steps))
+        self._start_ticker()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show one step: its readings, its validation if it had one, and the time left."""
@@ -140,12 +186,18 @@ class ConsoleTracker:
             self._validation = validation
         if not self._has_begun:
             self._start(step - 1)
+        done = step - self._first_step
+        step_s = (self._clock() - self._began_s) / done if done > 0 else None
+        left = self._total_steps - step
         report = StepReport(
             title=self._title,
             step=step,
             total_steps=max(self._total_steps, step),
             readings=self._shown(metrics),
-            eta=self._eta(step),
+            more=tuple(self._read(metrics, is_extra=True)),
+            metrics=metrics,
+            step_s=step_s,
+            eta="" if step_s is None or left <= 0 else duration_text(step_s * left),
             validation=None if validation is None else f"{validation:.3f}",
             is_due=validation is not None or step == self._total_steps,
         )
@@ -156,17 +208,20 @@ class ConsoleTracker:
         found = headline(metrics)
         if found is not None:
             self._validation = found
-            self._draw(lambda view: view.say(f"validation of step {step}: {found:.3f}"))
+            self.say(f"validation of step {step}: {found:.3f}")
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
-        """Show the worst few in lines that stay, long texts cut in their middle, and say where all of them are."""
-        count = f"{len(samples)} samples"
-        if len(samples) > MAX_SAMPLES:
-            place = "" if self._generations_in is None else f"; all are in {self._generations_in}"
-            count = f"the worst {MAX_SAMPLES} of {count}{place}"
-        self.say(f"{name} at step {step}: {count}")
-        for sample in sorted(samples, key=_badness)[:MAX_SAMPLES]:
-            self.say(_sample_line(sample))
+        """Show a few of the first and the last table of a name, wrong ones first, and say where all of them are.
+
+        Without `begin` each may be the last one.
+        """
+        is_first = name not in self._seen and not self._first_step
+        self._seen.add(name)
+        if not is_first and step < self._total_steps:
+            return
+        title = escaped(f"{name.removesuffix('/generations')} at step {step}")
+        for line in sample_lines(title, samples, place=self._generations_in):
+            self._draw(methodcaller("say", line))
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Show nothing: a distribution is no line of text."""
@@ -184,14 +239,15 @@ class ConsoleTracker:
             rows: Value by name; a float is shown with four digits.
         """
         self.end()
-        table = [
+        shown = [
             (escaped(name), f"{value:.4g}" if isinstance(value, float) else escaped(str(value)))
             for name, value in rows.items()
         ]
-        self._draw(lambda view: view.table(escaped(title), table))
+        self._draw(lambda view: view.table(escaped(title), rows, shown))
 
     def close(self) -> None:
         """Give the terminal back. Can be called twice."""
+        self._is_closed.set()
         self._draw(lambda view: view.close())
         if self._output is not None:
             self._output.drain()
@@ -202,32 +258,40 @@ class ConsoleTracker:
         self._has_begun = True
 
     def _shown(self, metrics: Mapping[str, float]) -> tuple[Row, ...]:
-        shown: list[Row] = []
-        for reading in self._readings:
-            value = next((metrics[name] for name in reading.names if name in metrics), None)
-            if value is not None:
-                shown.append((reading.label, f"{value:{reading.format}}{reading.unit}"))
+        shown = list(self._read(metrics, is_extra=False))
         if self._validation is not None:
             shown.append(("validation", f"{self._validation:.3f}"))
         return tuple(shown)
 
-    def _eta(self, step: int) -> str:
-        done, left = step - self._first_step, self._total_steps - step
-        if done <= 0 or left <= 0:
-            return ""
-        return duration_text((self._clock() - self._began_s) / done * left)
+    def _read(self, metrics: Mapping[str, float], *, is_extra: bool) -> Iterator[Row]:
+        for reading in self._readings:
+            names = [name for name in reading.names if name in metrics and name not in self._hidden]
+            if names and reading.is_extra == is_extra:
+                value = metrics[names[0]]
+                yield reading.label, f"{value:{reading.format}}{reading.unit}"
+
+    def _start_ticker(self) -> None:
+        if self._ticker is None:
+            self._ticker = threading.Thread(target=self._tick, name="console", daemon=True)
+            self._ticker.start()
+
+    def _tick(self) -> None:
+        while not self._is_closed.wait(TICK_S):
+            self._draw(lambda view: view.tick())
 
     def _draw(self, draw: Callable[[View], None]) -> None:
-        view = self._view
-        if view is None:
-            return
-        try:
-            draw(view)
-        except Exception as error:
-            self._view = None
-            with suppress(Exception):
-                view.close()
-            log.warning("console_failed", error=f"{type(error).__name__}: {error}")
+        with self._lock:
+            view = self._view
+            if view is None:
+                return
+            try:
+                draw(view)
+            except Exception as error:
+                self._view = None
+                with suppress(Exception):
+                    view.close()
+                with suppress(OSError):  # the standard error is gone too
+                    log.warning("console_failed", error=f"{type(error).__name__}: {error}")
 
 
 def run_console(**options: Any) -> RunConsole:
@@ -239,18 +303,27 @@ def run_console(**options: Any) -> RunConsole:
     return RunConsole(file=cast("IO[str] | None", unhurried_stdout()), **options)
 
 
-def _badness(sample: GenerationSample) -> tuple[bool, float]:
-    """Sorts the worst first: failed sessions, then low scores."""
-    return sample.failure is None, -math.inf if math.isnan(sample.score) else sample.score
+def _target(kind: ConsoleKind) -> Console:
+    if kind == "off":
+        return Console(file=io.StringIO(), quiet=True)
+    if kind == "bar":
+        return run_console(force_terminal=True, force_interactive=True)
+    if kind != "auto":
+        return run_console(force_terminal=False, force_interactive=False)
+    target = run_console()
+    if not target.file.isatty():  # FORCE_COLOR makes no terminal of a file
+        target.is_interactive = False
+    return target
 
 
-def _sample_line(sample: GenerationSample) -> str:
-    given, output = (plain_text(text, limit=MAX_TEXT) for text in (sample.input, sample.output))
-    verdict = "failed" if sample.failure is not None else f"score {sample.score:.3g}"
-    line = f"  {verdict}  {given} -> {output}"
-    if sample.ground_truth is not None:
-        line += f"  expected {plain_text(sample.ground_truth, limit=MAX_TEXT)}"
-    return line if sample.failure is None else f"{line}  {plain_text(sample.failure, limit=MAX_FAILURE)}"
+def _view(kind: ConsoleKind, target: Console, *, min_interval_s: float, clock: Callable[[], float]) -> View:
+    if kind == "json":
+        return JsonView(target)
+    if kind == "quiet":
+        return QuietView(target)
+    if target.is_interactive and not target.options.ascii_only:
+        return LiveView(target, clock=clock)
+    return PlainView(target, min_interval_s=min_interval_s, clock=clock)
 
 
 def duration_text(seconds: float) -> str:

@@ -1,19 +1,23 @@
-"""Two ways to show a run: a live display in a terminal, and plain lines everywhere else."""
+"""What a console shows, and the ways to show it that are lines: for people, for those who want quiet, for programs."""
 
+import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import UnsupportedOperation
+from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.spinner import Spinner
-from rich.table import Column, Table
+from rich.console import Console
 from rich.text import Text
 
+from rl_core.data import encodable_json
+from rl_metrics.run_files.json_lines import as_plain
+
 Row = tuple[str, str]
+
+REMIND_AFTER_S = 30.0
+"""A part that takes longer gets a line then, and again each time that it has taken twice as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +28,10 @@ class StepReport:
         title: What is running, such as "GRPO".
         step: Steps done.
         total_steps: Steps to do.
-        readings: (label, value) pairs such as ("reward", "0.912").
+        readings: (label, value) pairs such as ("reward", "0.912"); the most telling ones.
+        more: Further ones, for who has room.
+        metrics: All that the step has.
+        step_s: Mean seconds of a step so far; None while unknown.
         eta: Time left, such as "1:05"; "" while unknown.
         validation: Validation of this step, such as "0.968"; None without one.
         is_due: True for a step that is always shown: the first, the last, and those with a validation.
@@ -34,9 +41,36 @@ class StepReport:
     step: int
     total_steps: int
     readings: tuple[Row, ...]
+    more: tuple[Row, ...]
+    metrics: Mapping[str, float]
+    step_s: float | None
     eta: str
     validation: str | None
     is_due: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Phase:
+    """Something slow that runs.
+
+    Attributes:
+        text: What it is, such as "starting vLLM".
+        began_s: When, by the console's clock.
+        usual: What it usually takes, such as " (usually 41 s)"; "" where that is not known.
+        is_brief: True for a part of a step, which gets no lines of its own unless it takes long.
+        detail: Gives how far it is; "" where that is not known.
+    """
+
+    text: str
+    began_s: float
+    usual: str
+    is_brief: bool
+    detail: Callable[[], str]
+
+    def progress(self, now_s: float) -> str:
+        """`starting vLLM ... 12 s (usually 41 s)`."""
+        detail = self.detail()
+        return f"{self.text} ... {now_s - self.began_s:.0f} s{self.usual}" + (f", {detail}" if detail else "")
 
 
 class RunConsole(Console):
@@ -72,23 +106,28 @@ class PlainView:
         self._clock = clock
         self._last_line_s: float | None = None
         self._pending: StepReport | None = None
+        self._reminders: dict[Phase, float] = {}
 
-    def say(self, text: str) -> None:
+    def say(self, text: Text) -> None:
         """A line."""
-        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        self._print(text)
 
-    def phase_began(self, text: str) -> None:
-        """`starting vLLM ...`."""
-        self.say(f"{text} ...")
+    def phase_began(self, phase: Phase) -> None:
+        """`starting vLLM ... (usually 41 s)`."""
+        self._reminders[phase] = REMIND_AFTER_S
+        if not phase.is_brief:
+            self._print(f"{phase.text} ...{phase.usual}")
 
-    def phase_ended(self, text: str, outcome: str) -> None:
+    def phase_ended(self, phase: Phase, outcome: str) -> None:
         """`starting vLLM: 7.8 s`, with the outcome "7.8 s"."""
-        self.say(f"{text}: {outcome}")
+        self._reminders.pop(phase, None)
+        if not phase.is_brief:
+            self._print(f"{phase.text}: {outcome}")
 
     def progress_began(self, title: str, total_steps: int, done_steps: int) -> None:
         """`GRPO: 20 steps`, and from where when resumed."""
         self.progress_ended()
-        self.say(f"{title}: {total_steps} steps" + (f", {done_steps} done before" if done_steps else ""))
+        self._print(f"{title}: {total_steps} steps" + (f", {done_steps} done before" if done_steps else ""))
 
     def stepped(self, report: StepReport) -> None:
         """A line, unless the last one is too recent."""
@@ -105,129 +144,85 @@ class PlainView:
             self._line(self._pending)
         self._last_line_s = None
 
-    def table(self, title: str, rows: Sequence[Row]) -> None:
+    def table(self, title: str, rows: Mapping[str, Any], shown: Sequence[Row]) -> None:  # noqa: ARG002
         """Aligned `name  value` lines."""
-        self.say(title)
-        width = max((len(name) for name, _ in rows), default=0)
-        for name, value in rows:
-            self.say(f"  {name.ljust(width)}  {value}")
+        self._print(title)
+        width = max((len(name) for name, _ in shown), default=0)
+        for name, value in shown:
+            self._print(f"  {name.ljust(width)}  {value}")
+
+    def tick(self) -> None:
+        """Say of a part that takes long that it still runs."""
+        now = self._clock()
+        for phase, after_s in self._reminders.items():
+            if now - phase.began_s >= after_s:
+                self._reminders[phase] = 2 * after_s
+                self._print(f"still {phase.progress(now)}")
 
     def close(self) -> None:
         """Show what was held back."""
         self.progress_ended()
 
+    def _print(self, text: Text | str) -> None:
+        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
     def _line(self, report: StepReport) -> None:
         self._pending = None
         readings = "".join(f"  {label} {value}" for label, value in report.readings)
         eta = f"  eta {report.eta}" if report.eta else ""
-        self.say(f"{report.title} {report.step}/{report.total_steps}{readings}{eta}")
+        self._print(f"{report.title} {report.step}/{report.total_steps}{readings}{eta}")
 
 
-class LiveView:
-    """A progress bar, the readings and the running phase at the bottom of a terminal; what stays scrolls above."""
+class QuietView(PlainView):
+    """What went wrong and what came out, in plain lines."""
 
-    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Draw on a console that is a terminal."""
-        self._console = console
-        self._clock = clock
-        self._live: Live | None = None
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
-        self._report: StepReport | None = None
-        self._phases: list[tuple[str, float, Spinner]] = []
+    def say(self, text: Text) -> None:
+        """A line, for a text that has a colour."""
+        if text.style:
+            self._print(text)
 
-    def say(self, text: str) -> None:
-        """A line above the display."""
-        self._console.print(text, markup=False, highlight=False, emoji=False)
+    def phase_began(self, phase: Phase) -> None:
+        """Nothing."""
 
-    def phase_began(self, text: str) -> None:
-        """A spinner with the time that it has taken."""
-        self._phases.append((text, self._clock(), Spinner("dots")))
-        self._show()
-
-    def phase_ended(self, text: str, outcome: str) -> None:
-        """A line for it, unless steps are running."""
-        self._phases = [phase for phase in self._phases if phase[0] != text]
-        if self._progress is None:
-            self.say(f"{text}: {outcome}")
-        self._show()
+    def phase_ended(self, phase: Phase, outcome: str) -> None:
+        """Nothing."""
 
     def progress_began(self, title: str, total_steps: int, done_steps: int) -> None:
-        """A new bar."""
-        self.progress_ended()
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None, table_column=Column(ratio=1)),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[eta]}"),
-            console=self._console,
-            expand=True,
-            auto_refresh=False,
-        )
-        self._task = self._progress.add_task(title, total=total_steps, completed=done_steps, eta="")
-        self._show()
+        """Nothing."""
 
     def stepped(self, report: StepReport) -> None:
-        """Move the bar; a validation also gets a line that stays."""
-        self._report = report
-        if report.validation is not None:
-            self.say(f"{report.title} {report.step}/{report.total_steps}  validation {report.validation}")
-        if self._progress is not None:
-            eta = f"eta {report.eta}" if report.eta else ""
-            self._progress.update(self._task, completed=report.step, eta=eta)
-        self._show()
-
-    def progress_ended(self) -> None:
-        """Leave the bar and the last readings where they are. Can be called twice."""
-        if self._progress is None:
-            return
-        self._stop()
-        self._progress = None
-        self._report = None
-        self._show()
-
-    def table(self, title: str, rows: Sequence[Row]) -> None:
-        """A table; long values fold."""
-        table = Table(title=title, title_justify="left", show_header=False)
-        table.add_column(style="bold")
-        table.add_column(overflow="fold")
-        for name, value in rows:
-            table.add_row(Text(name), Text(value))
-        self._console.print(table)
-
-    def close(self) -> None:
-        """Give the terminal back. Can be called twice."""
-        self._phases = []
-        self._stop()
-        self._progress = None
-
-    def _show(self) -> None:
-        if self._progress is None and not self._phases:
-            self._stop()
-            return
-        if self._live is None:
-            self._live = Live(get_renderable=self._rendered, console=self._console, refresh_per_second=4)
-            self._live.start()
-        self._live.refresh()
-
-    def _stop(self) -> None:
-        if self._live is not None:
-            live, self._live = self._live, None
-            live.transient = self._progress is None
-            live.stop()
-
-    def _rendered(self) -> RenderableType:
-        parts: list[RenderableType] = []
-        if self._progress is not None:
-            parts.append(self._progress.get_renderable())
-        if self._report is not None and self._report.readings:
-            readings = "  ".join(f"{label} {value}" for label, value in self._report.readings)
-            parts.append(Text(f"  {readings}", style="dim", overflow="ellipsis", no_wrap=True))
-        for text, began_s, spinner in self._phases:
-            spinner.update(text=Text(f"{text} ... {self._clock() - began_s:.0f} s"))
-            parts.append(spinner)
-        return Group(*parts)
+        """Nothing."""
 
 
-View = PlainView | LiveView
-"""How a ConsoleTracker draws."""
+class JsonView(PlainView):
+    """A JSON object a line, for programs; each has `event` and `time`."""
+
+    def say(self, text: Text) -> None:
+        """`message`."""
+        self._write("message", text=text.plain)
+
+    def phase_began(self, phase: Phase) -> None:
+        """`phase_began`; none for parts of steps, whose times are metrics."""
+        if not phase.is_brief:
+            self._write("phase_began", phase=phase.text)
+
+    def phase_ended(self, phase: Phase, outcome: str) -> None:
+        """`phase_ended`."""
+        if not phase.is_brief:
+            self._write("phase_ended", phase=phase.text, outcome=outcome)
+
+    def progress_began(self, title: str, total_steps: int, done_steps: int) -> None:
+        """`began`."""
+        self._write("began", title=title, total_steps=total_steps, done_steps=done_steps)
+
+    def stepped(self, report: StepReport) -> None:
+        """`step`, with all metrics."""
+        self._write("step", step=report.step, total_steps=report.total_steps, metrics=report.metrics)
+
+    def table(self, title: str, rows: Mapping[str, Any], shown: Sequence[Row]) -> None:  # noqa: ARG002
+        """`summary`."""
+        self._write("summary", title=title, rows=rows)
+
+    def _write(self, event: str, **fields: Any) -> None:
+        content = as_plain({"event": event, "time": time.time(), **fields})
+        self._print(json.dumps(encodable_json(content)).replace("\x7f", "\\u007f"))

@@ -1,0 +1,28 @@
+"""What the console of a run shows, by its settings."""
+
+import pytest
+
+from rl_trainer_parts.reporting.consoles import make_console
+from rl_trainer_parts.settings.schema import Settings
+
+STEP = {"critic/rewards/mean": 0.5, "actor/ppo_kl": -8.9e-9, "rollout_corr/kl": 1e-9}
+
+
+def shown(capsys, tmp_path, **sections):
+    """The line of a step."""
+    settings = Settings(policy={"path": tmp_path}, prompts={"train": tmp_path / "train.jsonl"}, **sections)
+    console = make_console(settings)
+    console.log(1, STEP)
+    console.close()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("trainer", "has_kl"), [({}, False), ({"minibatches": 2}, True), ({"epochs": 2}, True)])
+def test_kl_to_the_policy_that_sampled_is_shown_where_it_is_not_0_by_design(capsys, tmp_path, trainer, has_kl):
+    line = shown(capsys, tmp_path, trainer=trainer)
+    assert ("kl -8.9e-09" in line, "kl" in line) == (has_kl, has_kl)
+    assert "reward 0.500" in line
+
+
+def test_off_shows_nothing(capsys, tmp_path):
+    assert shown(capsys, tmp_path, metrics={"console": "off"}) == ""
