@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from rl_metrics.trackers import ConsoleTracker
 from rl_trainer_parts.checks.all_checks import check_settings, check_trainable
 from rl_trainer_parts.checks.distillation import check_teachers
+from rl_trainer_parts.checks.engines import check_engines
 from rl_trainer_parts.commands.command_line import say
 from rl_trainer_parts.commands.plan import PromptCounts
 from rl_trainer_parts.reporting.trackers import make_console
@@ -44,6 +45,7 @@ def train_checked(
     check_trainable(settings)
     inputs = read_inputs(settings)
     check_teachers(settings, inputs.tokenizer, inputs.train)
+    check_engines(settings)
     if dry_run:
         if resume:
             require_resumable(RunFolder(settings.run_folder), settings)
