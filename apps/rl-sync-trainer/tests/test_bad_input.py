@@ -87,7 +87,8 @@ NAMES = {
         says=("unknown setting 'trainer.step'", "environment variable RL__TRAINER__STEP", "'trainer.steps'?"),
     ),
     "without its section": Mistake(
-        settings={"learning_rate": 0.1}, says=("unknown setting 'learning_rate'", "'learner.learning_rate'?")
+        settings={"learning_rate": 0.1},
+        says=("unknown setting 'learning_rate'", "mean 'learner.learning_rate' or 'critic.learning_rate'?"),
     ),
     "misspelt section": Mistake(
         spoil=in_file("[trainer]", "[trainr]"), says=("unknown setting 'trainr.steps'", "Did you mean 'trainer.steps'?")
@@ -200,9 +201,13 @@ PROMPTS = {
         says=("test.parquet cannot be used: Parquet magic bytes not found",),
     ),
     "empty file": Mistake(spoil=jsonl(), says=("bad.jsonl", "no rows")),
+    "an id of the hub": Mistake(
+        settings={"prompts__train": "openai/gsm8k"},
+        says=("`hf download openai/gsm8k --repo-type dataset --local-dir datasets/gsm8k`",),
+    ),
     "line that is no JSON": Mistake(
         spoil=lambda run: (jsonl(GOOD_ROW)(run), (run.folder / "bad.jsonl").open("a").write("{")),
-        says=("bad.jsonl, line 2",),
+        says=("bad.jsonl, line 2, column 2: not JSON (Expecting property name",),
     ),
     "row without answer": Mistake(
         spoil=jsonl(*[GOOD_ROW] * 4, {"prompt": "05+05"}), says=("bad.jsonl, line 5, field `answer`: missing",)
@@ -224,7 +229,19 @@ PROMPTS = {
 }
 
 MODELS = {
-    "no such folder": Mistake(settings={"policy__path": "nowhere"}, says=("policy.path: nowhere is not a folder",)),
+    "no such folder": Mistake(settings={"policy__path": "nowhere"}, says=("policy.path: nowhere does not exist",)),
+    "an id of the hub": Mistake(
+        settings={"policy__path": "Qwen/Qwen3-0.6B"},
+        says=(
+            "Qwen/Qwen3-0.6B does not exist",
+            "fetch it by `hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`",
+        ),
+    ),
+    "a home that no shell expands": Mistake(settings={"policy__path": "~/policy"}, says=("~ is not expanded here",)),
+    "a file for a folder": Mistake(
+        spoil=lambda run: run.replace_in_settings({'/policy"': '/policy/config.json"'}),
+        says=("config.json is not a folder; give the folder that has",),
+    ),
     "no tokenizer": Mistake(
         spoil=lambda run: [file.unlink() for file in (run.folder / "policy").glob("tokenizer*")],
         says=("policy.path: ", "has no tokenizer (tokenizer.json)"),

@@ -1,7 +1,6 @@
 """Where settings come from, how they are explained, and what is said when they are wrong."""
 
 import dataclasses
-import difflib
 import os
 import typing
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from rl_core.files import parse_toml, read_toml
 from rl_core.secret_settings import redact_option, redacted_names
 from rl_trainer_parts.settings.fields import SettingField, describe_type, find_setting, leaves, setting_fields
 from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.suggestions import suggest
 
 ENVIRONMENT_PREFIX = "RL__"
 
@@ -143,9 +143,7 @@ def _explain_entry(
     name, known = ".".join(place), table.entry_fields(place[2])
     where = _origin(name, origins)
     if problem["type"] == "unexpected_keyword_argument":
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        return f"unknown setting {name!r}{where}.{hint} `train --help` lists all of them."
+        return f"unknown setting {name!r}{where}.{suggest(name, known)} `train --help` lists all of them."
     setting = known.get(name) or known[".".join(place[:4])]
     if problem["type"] == "missing":
         return f"{name}: required, and not set. {setting.meaning}"
@@ -191,7 +189,8 @@ def _from_arguments(arguments: Sequence[str], kind: type[Settings]) -> dict[str,
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
-            raise SettingsError(f"unexpected argument {argument!r}; settings are written --section.name=value.")
+            hint = f"write --{argument}" if "=" in argument else "settings are written --section.name=value"
+            raise SettingsError(f"unexpected argument {argument!r}; {hint}.")
         name, equals, text = argument[2:].partition("=")
         _check_name(name, "command line", kind)
         if not equals:
@@ -228,9 +227,4 @@ def _check_name(name: str, origin: str, kind: type[Settings]) -> None:
     if find_setting(name, kind) is not None:
         return
     known = {**setting_fields(kind), **_entry_of(name, kind)}
-    endings = {full.partition(".")[2]: full for full in reversed(known)}  # the first section wins
-    candidates = [endings[name]] if name in endings else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if not candidates:
-        candidates = [endings[match] for match in difflib.get_close_matches(name.rpartition(".")[2], endings, n=1)]
-    hint = f" Did you mean {candidates[0]!r}?" if candidates else ""
-    raise SettingsError(f"unknown setting {name!r} ({origin}).{hint} `train --help` lists all of them.")
+    raise SettingsError(f"unknown setting {name!r} ({origin}).{suggest(name, known)} `train --help` lists all of them.")
