@@ -134,7 +134,7 @@ def test_tables_of_entries_are_read_and_changed_one_by_one(file: Path) -> None:
             "--distillation.teachers.large={model = 'x', engin = 'y'}",
             r"unknown setting '.*large.engin'.*mean '.*large.engine'",
         ),
-        ("--distillation.teachers=3", r"distillation.teachers: .*valid dictionary; found 3"),
+        ("--distillation.teachers=3", r"distillation.teachers: must be {name = value}; found 3"),
     ],
 )
 def test_mistakes_in_entries_are_told_by_their_whole_names(file: Path, word: str, message: str) -> None:

@@ -96,6 +96,7 @@ def train(words: list[str]) -> int:
     settings = read_settings(words)
     say(f"rl-async-trainer: run {settings.run_folder}, {settings.trainer.steps} steps; checking settings and files")
     from rl_async_trainer.plan import describe_async_plan
+    from rl_async_trainer.schedule.replay import read_plan
     from rl_async_trainer.settings import schedule_problems
     from rl_trainer_parts.commands.train import train_checked
 
@@ -107,13 +108,16 @@ def train(words: list[str]) -> int:
         recorded = None if replayed is None else Path(replayed)
         return await TrainingRun(settings, inputs, folder, console, replayed=recorded).run()
 
+    problems = list(schedule_problems(settings))
+    if replayed is not None and not problems:
+        read_plan(Path(replayed), settings.schedule_options)  # refused here where it cannot be replayed
     return train_checked(
         settings,
         resume=resume,
         dry_run=dry_run,
         describe=describe_async_plan,
         launch=launch,
-        also_refused=schedule_problems(settings),
+        also_refused=problems,
     )
 
 

@@ -78,12 +78,13 @@ def validate(words: list[str]) -> int:
     settings = load_settings(file, words, os.environ)
     say(f"rl-sync-trainer: evaluating {settings.policy.path}")
     from rl_trainer_parts.checks.all_checks import check_settings
-    from rl_trainer_parts.checks.engines import check_engines
+    from rl_trainer_parts.checks.engines import check_engines, check_loop
     from rl_trainer_parts.rollouts.evaluation import validate_policy
     from rl_trainer_parts.rollouts.inputs import read_inputs
 
     check_settings(settings)
     inputs = read_inputs(settings)
+    check_loop(settings)
     check_engines(settings)
     for name, value in asyncio.run(validate_policy(settings, inputs)).items():
         say(f"{name} {value:.4f}")

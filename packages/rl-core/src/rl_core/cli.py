@@ -42,10 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _limit(text: str) -> int:
-    limit = int(text)
-    if limit < 0:
-        raise ValueError(text)
-    return limit
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a number from 0 was expected; found {text!r}")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:

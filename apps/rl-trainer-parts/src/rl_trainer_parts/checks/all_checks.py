@@ -305,4 +305,6 @@ def _files(settings: Settings) -> Iterator[str]:
         if path is not None and not path.exists():
             yield missing_path(path, setting=name, kind="dataset")
     yield from check_policy_folder(settings.policy.path, setting="policy.path")
+    if settings.critic.path is not None:
+        yield from check_policy_folder(settings.critic.path, setting="critic.path", needs_tokenizer=False)
     yield from teacher_files(settings)

@@ -1,4 +1,4 @@
-"""Whether the installed engines support the run's models, asked before anything loads one."""
+"""Whether the installed engines support the run's models, and the loop its options, before anything loads a model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_core.errors import EngineError, SettingsError
 from rl_rollout.engines import engine_class
+from rl_rollout.loops import resolve_loop
 from rl_trainer_parts.learning.teachers import teacher_engine_options
 from rl_trainer_parts.rollouts.engines import engine_options
 from rl_trainer_parts.settings.schema import Settings
@@ -32,6 +33,17 @@ def check_engines(settings: Settings) -> None:
             found.append(f'{setting} = "{engine}": {error} Change that, or take another model or engine.')
     if found:
         raise SettingsError("\n".join(found))
+
+
+def check_loop(settings: Settings) -> None:
+    """Refuse options that the agent loop does not have, and tools that there are not; no server is started.
+
+    Raises:
+        SettingsError: Names the option.
+    """
+    close = getattr(resolve_loop(settings.rollout.loop, settings.rollout.loop_options), "close", None)
+    if close is not None:
+        close()
 
 
 def _served(settings: Settings) -> Iterator[tuple[str, str, Path, Any]]:

@@ -28,7 +28,7 @@ def missing_path(path: Path, *, setting: str, kind: Literal["model", "dataset"])
     )
 
 
-def check_policy_folder(path: Path, *, setting: str) -> Iterator[str]:
+def check_policy_folder(path: Path, *, setting: str, needs_tokenizer: bool = True) -> Iterator[str]:
     """Problems of a Hugging Face folder, in words."""
     if not path.exists():
         yield missing_path(path, setting=setting, kind="model")
@@ -44,7 +44,8 @@ def check_policy_folder(path: Path, *, setting: str) -> Iterator[str]:
             read_json_object(config)
         except DataError as error:
             yield f"{setting}: {error}"
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    has_tokenizer = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    if needs_tokenizer and not has_tokenizer:
         yield (
             f"{setting}: {path} has no tokenizer (tokenizer.json); copy the tokenizer's files of the model that it "
             "came from into it."

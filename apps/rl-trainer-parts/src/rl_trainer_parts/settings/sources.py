@@ -123,16 +123,22 @@ def _explain(problem: Mapping[str, Any], origins: Mapping[str, str], kind: type[
         )
     where = _origin(name, origins)
     if not is_whole:
-        expected = describe_type(known[name].annotation)
-        return f"{name}: must be {expected}; item {place[2]}: {problem['msg'].lower()}{where}."
+        expected, item = describe_type(known[name].annotation), ", ".join(place[2:])
+        if problem["type"].startswith("dataclass_"):
+            found = _shown(problem["input"], known[name])
+            return f"{name}: must be {expected}; item {item}: must be {{name = value}}, found {found}{where}."
+        return f"{name}: must be {expected}; item {item}: {problem['msg'].lower()}{where}."
     found = _shown(problem["input"], known[name])
-    return f"{name}: {problem['msg'].lower()}; found {found}{where}. {known[name].meaning}"
+    wrong = problem["msg"].lower()
+    if problem["type"] in ("tuple_type", "dict_type"):  # pydantic speaks of Python's types
+        wrong = f"must be {describe_type(known[name].annotation)}"
+    return f"{name}: {wrong}; found {found}{where}. {known[name].meaning}"
 
 
 def _shown(value: Any, setting: SettingField) -> str:
     """A value for a message, without secrets: in text where a table is expected, nobody knows which part is one."""
     if isinstance(value, str) and not setting.is_text and any(mark in value for mark in "{=["):
-        return f"text of {len(value)} characters that is no table of TOML"
+        return f"text of {len(value)} characters that is no TOML, which has = where JSON has a colon"
     return repr(redact_option(setting.name.rpartition(".")[2], value))
 
 
@@ -160,6 +166,10 @@ def _from_file(file: Path | None, kind: type[Settings]) -> dict[str, Any]:
         return {}
     if not os.path.lexists(file):
         raise SettingsError(f"settings file {file} does not exist (looked in {Path.cwd()}).")
+    if file.is_dir() and (file / "settings.toml").is_file():
+        raise SettingsError(
+            f"settings file {file} must be a file; found a folder. Did you mean {file / 'settings.toml'}?"
+        )
     try:
         document = read_toml(file)
     except DataError as error:

@@ -116,7 +116,9 @@ class RewardOptions:
     """How responses are scored: by one function, or by the weighted sum of several.
 
     Attributes:
-        function: Name of a built-in reward, or `path.py:function`; empty when there are parts.
+        function: A built-in reward (exact_match, number_match, math_verify, code, http, json_schema, judge,
+            length_target, overlong), the name of one installed by another package, or `path.py:function`; empty when
+            there are parts.
         options: Options of the function.
         parts: Several rewards with weights, in place of one function.
         timeout_s: Longest time of one call; None means no limit.
