@@ -59,6 +59,7 @@ def test_a_head_size_that_vllm_does_not_support_is_refused_before_anything_loads
     run = make_tiny_run(tmp_path)
     file = run.folder / "policy" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"head_dim": 16}))
+    capsys.readouterr()
     assert main(run.train_words("--dry-run", rollout__engine="vllm")) == 2
     said = capsys.readouterr().err
     assert said.startswith('error: rollout.engine = "vllm": ')
