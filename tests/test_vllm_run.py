@@ -9,6 +9,7 @@ from tiny_run import REWARDS_BEFORE_STEP_1, make_tiny_run
 from train_process import training, wait_until_held
 
 from rl_metrics.trackers.jsonl import read_metrics
+from rl_sync_trainer.main import main
 
 pytest.importorskip("vllm")
 
@@ -50,3 +51,18 @@ def test_stopped_by_ctrl_c_resumed_and_learning(tmp_path: Path) -> None:
     summary = json.loads((run.run_folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", STEPS)
     assert summary["num_samples"] == STEPS * 4 * GROUP_SIZE
+
+
+def test_a_head_size_that_vllm_does_not_support_is_refused_before_anything_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_tiny_run(tmp_path)
+    file = run.folder / "policy" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"head_dim": 16}))
+    capsys.readouterr()
+    assert main(run.train_words("--dry-run", rollout__engine="vllm")) == 2
+    said = capsys.readouterr().err
+    assert said.startswith('error: rollout.engine = "vllm": ')
+    assert "head_dim must be one of 32, 64, 80," in said
+    assert "; config.json has 16. " in said
+    assert not run.run_folder.exists()

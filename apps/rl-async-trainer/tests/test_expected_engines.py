@@ -1,6 +1,7 @@
 """`scale` and weights over the network: the learner listens for as many engines as there are to be, deaths or not."""
 
 import asyncio
+import os
 import socket
 import time
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 from rl_async_trainer.controller.learner_link import LearnerLink
 from rl_async_trainer.liveness.live_answers import answer_request
 from rl_async_trainer.roles.learner import LearnerHost
+from rl_async_trainer.settings import AsyncSettings
 from rl_core.cluster import ClusterOptions, RoleSpec, open_cluster
+from rl_core.errors import NotReadyError
 from rl_core.weights.broadcast import BroadcastReceiver, BroadcastTransport
 from rl_core.weights.broadcast_group import BroadcastGroup
 
@@ -45,6 +48,8 @@ class Rollouter:
 
 class Parts:
     """What `answer_request` needs of the controller."""
+
+    settings = AsyncSettings(policy={"path": "p"}, prompts={"train": "t"})  # type: ignore[arg-type]
 
     def say(self, event: str, **fields: Any) -> None:
         """Write nothing."""
@@ -91,3 +96,17 @@ def test_a_learner_listens_for_the_engines_that_scale_adds(count: int) -> None:
 
 async def nothing(_: object) -> None:
     """Nobody is told."""
+
+
+def test_more_engines_than_there_are_cpus_are_refused_before_anything_is_told_of_them() -> None:
+    class Unasked:
+        """Neither the learner nor the rollouter hears of it."""
+
+    class Processes(Parts):
+        settings = AsyncSettings(policy={"path": "p"}, prompts={"train": "t"}, rollout={"placement": "process"})
+
+    cpus = len(os.sched_getaffinity(0))
+    request = {"do": "scale", "engines": cpus + 7}
+    says = f"{cpus + 7} engines need 1 CPU and 0 GPUs each; this machine has {cpus} CPU.*: room for {cpus}. Ask for at"
+    with pytest.raises(NotReadyError, match=says):
+        asyncio.run(answer_request(Processes(), Unasked(), Unasked(), request))  # type: ignore[arg-type]

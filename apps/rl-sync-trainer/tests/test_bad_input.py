@@ -87,7 +87,8 @@ NAMES = {
         says=("unknown setting 'trainer.step'", "environment variable RL__TRAINER__STEP", "'trainer.steps'?"),
     ),
     "without its section": Mistake(
-        settings={"learning_rate": 0.1}, says=("unknown setting 'learning_rate'", "'learner.learning_rate'?")
+        settings={"learning_rate": 0.1},
+        says=("unknown setting 'learning_rate'", "mean 'learner.learning_rate' or 'critic.learning_rate'?"),
     ),
     "misspelt section": Mistake(
         spoil=in_file("[trainer]", "[trainr]"), says=("unknown setting 'trainr.steps'", "Did you mean 'trainer.steps'?")
@@ -120,6 +121,32 @@ NAMES = {
     "required and not set": Mistake(
         spoil=in_file("[policy]\npath", "[policy]\n#"),
         says=("policy.path: required, and not set. ",),
+    ),
+    "as Hydra writes it": Mistake(words=("trainer.steps=5",), says=("'trainer.steps=5'; write --trainer.steps=5.",)),
+    "a flag with an underscore": Mistake(words=("--dry_run",), says=("Did you mean --dry-run?",)),
+    "one for a list": Mistake(
+        settings={"metrics__trackers": "wandb"},
+        says=("metrics.trackers: must be [tensorboard | wandb | mlflow, ...]; found 'wandb'",),
+    ),
+    "JSON for a table": Mistake(
+        settings={"prompts__template_options": '{"enable_thinking": false}'},
+        says=("text of 26 characters that is no TOML, which has = where JSON has a colon",),
+    ),
+    "a path for a table": Mistake(
+        settings={"distillation__teachers__big": "models/x"},
+        says=("distillation.teachers: must be {name = value}; item big: must be {name = value}, found 'models/x'",),
+    ),
+    "misspelt within a list": Mistake(
+        settings={"reward__parts": "[{function='exact_match', wieght=2}]"},
+        says=("reward.parts: must be [{name = value}, ...]; item 0, wieght: unexpected keyword argument",),
+    ),
+    "the folder of a settings file": Mistake(
+        spoil=lambda run: (
+            run.settings_file.rename(run.folder / "x.toml"),
+            run.settings_file.mkdir(),
+            (run.folder / "x.toml").rename(run.settings_file / "settings.toml"),
+        ),
+        says=("must be a file; found a folder. Did you mean ", "settings.toml/settings.toml?"),
     ),
     "no value": Mistake(words=("--trainer.steps",), says=("--trainer.steps needs a value: --trainer.steps=VALUE",)),
     "stray word": Mistake(words=("--resume", "again"), says=("unexpected argument 'again'",)),
@@ -184,6 +211,9 @@ ARITHMETIC = {
         settings={"rollout__engine": "scripted"},
         says=("rollout.engine = 'scripted' is not known", "known: transformers"),
     ),
+    "unknown option of a loop": Mistake(
+        settings={"rollout__loop_options": "{a = 1}"}, says=("agent loop 'single_turn' has no options; found a.",)
+    ),
     "unknown loop": Mistake(settings={"rollout__loop": "single"}, says=("rollout.loop = 'single'", "'single_turn'?")),
 }
 
@@ -200,9 +230,13 @@ PROMPTS = {
         says=("test.parquet cannot be used: Parquet magic bytes not found",),
     ),
     "empty file": Mistake(spoil=jsonl(), says=("bad.jsonl", "no rows")),
+    "an id of the hub": Mistake(
+        settings={"prompts__train": "openai/gsm8k"},
+        says=("`hf download openai/gsm8k --repo-type dataset --local-dir datasets/gsm8k`",),
+    ),
     "line that is no JSON": Mistake(
         spoil=lambda run: (jsonl(GOOD_ROW)(run), (run.folder / "bad.jsonl").open("a").write("{")),
-        says=("bad.jsonl, line 2",),
+        says=("bad.jsonl, line 2, column 2: not JSON (Expecting property name",),
     ),
     "row without answer": Mistake(
         spoil=jsonl(*[GOOD_ROW] * 4, {"prompt": "05+05"}), says=("bad.jsonl, line 5, field `answer`: missing",)
@@ -224,7 +258,22 @@ PROMPTS = {
 }
 
 MODELS = {
-    "no such folder": Mistake(settings={"policy__path": "nowhere"}, says=("policy.path: nowhere is not a folder",)),
+    "no such folder": Mistake(settings={"policy__path": "nowhere"}, says=("policy.path: nowhere does not exist",)),
+    "an id of the hub": Mistake(
+        settings={"policy__path": "Qwen/Qwen3-0.6B"},
+        says=(
+            "Qwen/Qwen3-0.6B does not exist",
+            "fetch it by `hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`",
+        ),
+    ),
+    "a critic that is nowhere": Mistake(
+        settings={"critic__path": "nowhere"}, says=("critic.path: nowhere does not exist",)
+    ),
+    "a home that no shell expands": Mistake(settings={"policy__path": "~/policy"}, says=("~ is not expanded here",)),
+    "a file for a folder": Mistake(
+        spoil=lambda run: run.replace_in_settings({'/policy"': '/policy/config.json"'}),
+        says=("config.json is not a folder; give the folder that has",),
+    ),
     "no tokenizer": Mistake(
         spoil=lambda run: [file.unlink() for file in (run.folder / "policy").glob("tokenizer*")],
         says=("policy.path: ", "has no tokenizer (tokenizer.json)"),
@@ -278,6 +327,9 @@ def with_run(run: TinyRun) -> None:
 FOLDERS = {
     "a run is there already": Mistake(
         spoil=with_run, says=("runs/tiny has a run already", "--resume", "--run.if_exists=archive", "--run.name=NAME")
+    ),
+    "a run is there already, in a rehearsal": Mistake(
+        spoil=with_run, words=("--dry-run",), says=("runs/tiny has a run already",)
     ),
     "resumed with other settings": Mistake(
         spoil=with_run,

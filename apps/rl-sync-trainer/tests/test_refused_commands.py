@@ -1,5 +1,6 @@
 """Commands that are refused for what is around them: a live run, an earlier one, a model that does not load."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -47,7 +48,12 @@ def test_a_model_that_does_not_load_leaves_no_run(run: TinyRun, capsys: pytest.C
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["trian"], "error: unknown command 'trian'; known: train, validate, export."),
+        (["trian"], "error: unknown command 'trian'; known: train, validate, export. Did you mean 'train'?"),
+        (
+            ["my.toml"],
+            "error: unknown command 'my.toml'; known: train, validate, export. Did you mean `train my.toml`?",
+        ),
+        (["train", "--help", "rolout"], "error: 'rolout' is no section and no setting. Did you mean 'rollout'?"),
         (["train"], "error: train needs a settings file"),
         (["export", "only"], "error: export takes a checkpoint"),
         (["validate", "settings.toml", "--policy"], "error: --policy needs a value."),
@@ -63,3 +69,19 @@ def test_the_exit_status_reaches_the_shell(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: settings file nowhere.toml does not exist (looked in {tmp_path}).\n"
+
+
+def test_help_begins_with_a_short_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str, status: int = 0) -> str:
+        assert main(words) == status
+        return capsys.readouterr().out
+
+    usage = said("--help")
+    assert usage.startswith("usage: rl-sync-trainer COMMAND ...\n")
+    assert len(usage.splitlines()) < 20
+    assert "--trainer.steps" not in usage
+    assert said(status=2) == usage
+    assert "--trainer.steps" in said("train", "--help")
+    assert said("train", "settings.toml", "--help", "trainer").startswith("[trainer]  The loop.\n")
+    assert said("export", "--help").startswith("export CHECKPOINT FOLDER: ")
+    assert said("--version") == f"rl-sync-trainer {importlib.metadata.version('rl-sync-trainer')}\n"

@@ -111,7 +111,7 @@ def test_one_session_a_prompt_is_enough_where_nothing_is_learnt_from_rewards(fol
         ({}, {"max_model_len": 100}, "distillation.teachers.large.max_model_len = 100 is too short"),
         ({}, {"max_model_len": 5000}, "max_position_embeddings = 4096, fewer than"),
         ({}, {"tensor": 2, "engine": "megatron"}, "num_key_value_heads"),
-        ({}, {"model": "nowhere"}, "distillation.teachers.large.model: nowhere is not a folder"),
+        ({}, {"model": "nowhere"}, "distillation.teachers.large.model: nowhere does not exist"),
         ({"cluster.ray_address": "h:1"}, {"placement": "ray"}, "teachers.large.resources.gpus must be set where a Ray"),
     ],
 )  # fmt: skip

@@ -39,9 +39,10 @@ def test_paths_that_stand_for_no_policy(run: Path, tmp_path: Path) -> None:
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
     with pytest.raises(SettingsError, match="has no checkpoint yet"):
         find_policy(tmp_path / "new")
-    for path in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(SettingsError, match="is neither a Hugging Face folder"):
-            find_policy(path)
+    with pytest.raises(SettingsError, match="nowhere does not exist"):
+        find_policy(tmp_path / "nowhere")
+    with pytest.raises(SettingsError, match="is neither a Hugging Face folder"):
+        find_policy(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None:

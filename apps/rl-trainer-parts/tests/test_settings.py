@@ -1,6 +1,7 @@
 """Where settings come from, which wins, and that each is explained."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,7 @@ def test_tables_of_entries_are_read_and_changed_one_by_one(file: Path) -> None:
             "--distillation.teachers.large={model = 'x', engin = 'y'}",
             r"unknown setting '.*large.engin'.*mean '.*large.engine'",
         ),
-        ("--distillation.teachers=3", r"distillation.teachers: .*valid dictionary; found 3"),
+        ("--distillation.teachers=3", r"distillation.teachers: must be {name = value}; found 3"),
     ],
 )
 def test_mistakes_in_entries_are_told_by_their_whole_names(file: Path, word: str, message: str) -> None:
@@ -188,6 +189,34 @@ def test_help_explains_every_setting() -> None:
         assert setting.meaning in squeezed
     assert "RL__TRAINER__STEPS=20" in text
     assert "required" in text
+
+
+@pytest.mark.parametrize(
+    ("topic", "has", "lacks"),
+    [
+        ("trainer", ["[trainer]  The loop.", "--trainer.steps=integer  (default 100)"], ["--run.", "usage"]),
+        ("learner.learning_rate", ["--learner.learning_rate=number", "Peak learning rate."], ["critic", "warmup"]),
+        ("steps", ["--trainer.steps", "--skip.steps"], ["warmup_steps"]),
+        ("teachers", ["--distillation.teachers.NAME.model=path  (required)"], ["top_k="]),
+    ],
+)
+def test_help_explains_a_section_or_a_setting(topic: str, has: list[str], lacks: list[str]) -> None:
+    text = help_text("usage", topic=topic)
+    assert all(words in text for words in has), text
+    assert not any(words in text for words in lacks), text
+
+
+def test_help_on_nothing_that_there_is_names_the_sections() -> None:
+    with pytest.raises(
+        SettingsError, match=r"'trianer' is no section and no setting. Did you mean 'trainer'\? .*: run, policy,"
+    ):
+        help_text("usage", topic="trianer")
+
+
+def test_help_speaks_of_no_class() -> None:
+    kept = {"NAME", "MLFLOW_TRACKING_URI"}
+    named = set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w+", help_text("usage"))) - kept
+    assert named <= {"IcePop", "ConnectionError"}, named
 
 
 def test_sections_are_small() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from rl_core.errors import DataError
+from rl_core.files import read_json
 from rl_core.files.bounded_json import load_json, load_json_as
 
 
@@ -42,3 +44,11 @@ def test_what_is_too_much_or_of_another_form_is_refused(raw, error):
 def test_what_is_too_deep_is_refused():
     with pytest.raises(RecursionError):
         load_json_as(b"[" * 100_000 + b"]" * 100_000, list[Any], max_values=1 << 20)
+
+
+def test_the_place_of_a_mistake_in_a_file_is_told_once(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text('{"a": 1,\n "b" 2}')
+    with pytest.raises(DataError) as caught:
+        read_json(file)
+    assert str(caught.value) == f"{file} must be JSON (line 2, column 6: Expecting ':' delimiter)."

@@ -1,7 +1,12 @@
+import importlib.metadata
 import subprocess
 import sys
 
+import pytest
+
 import rl_core
+from rl_core.cli import main
+from rl_core.terminal_text import describe_version
 
 HEAVY = ("ray", "vllm", "megatron", "transformers", "wandb", "torch", "safetensors", "pytest", "hypothesis")
 
@@ -21,3 +26,11 @@ def test_every_error_is_ours_and_a_standard_one():
         if isinstance(kind, type) and kind is not rl_core.RLError:
             assert issubclass(kind, rl_core.RLError), name
             assert len(kind.__mro__) > len((kind, rl_core.RLError, Exception, BaseException, object)), name
+
+
+def test_the_command_says_its_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"rl-core {importlib.metadata.version('rl-core')}\n"
+    assert describe_version("no-such-program") == "no-such-program, from sources that are not installed"

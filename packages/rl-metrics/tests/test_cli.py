@@ -20,6 +20,13 @@ def test_the_help_of_a_verb_says_what_it_is_for(words, said, capsys):
     assert purpose.startswith(said)
 
 
+def test_the_command_says_its_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("rl-metrics ")
+
+
 @pytest.mark.parametrize("verb", ["check", "doctor", "compare"])
 def test_warnings_are_no_part_of_the_json(verb, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step":1,"actor/lr":1.0}\n{"step":\n{"step":2,"actor/lr":1.0}\n')

@@ -52,7 +52,7 @@ def test_jsonl_keeps_line_separators_inside_strings_and_skips_a_byte_order_mark(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"prompt": "x"}\n{"prompt": \n', r"a\.jsonl, line 2: not JSON"),
+        (b'{"prompt": "x"}\n{"prompt": \n', r"a\.jsonl, line 2, column 12: not JSON \(Expecting value\)"),
         (b'{"prompt": "x"}\n[1]\n', r"a\.jsonl, line 2: expected a JSON object, found list"),
         (b'{"prompt": NaN}\n', r"line 1: not JSON \(NaN is not a JSON value\)"),
         (b'{"prompt": "\xff"}\n', r"line 1: not UTF-8"),

@@ -395,3 +395,41 @@ def test_a_process_that_forgets_to_close_leaves_nothing_behind(how, code):
     pids = done.stdout.split()
     assert len(pids) == 1 + len(MANNERS)
     wait_until_gone(pids)
+
+
+def test_nothing_but_the_error_is_said_of_servers_that_do_not_start():
+    code = """
+import asyncio, sys, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from rl_core.errors import SettingsError
+from rl_rollout.tools.mcp import McpServer, McpServerOptions
+
+class Garbled(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b"{oops")
+
+    def log_message(self, *_):
+        pass
+
+http = ThreadingHTTPServer(("127.0.0.1", 0), Garbled)
+threading.Thread(target=http.serve_forever, daemon=True).start()
+for options in (
+    {"url": f"http://127.0.0.1:{http.server_port}/mcp"},
+    {"command": (sys.executable, "-c", "import no_such_module")},
+):
+    server = McpServer("bad", McpServerOptions(**options))
+    try:
+        asyncio.run(server.start())
+    except SettingsError as error:
+        print(error)
+    server.close()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stdout.count("MCP server 'bad' did not start: ") == 2
+    assert "No module named 'no_such_module' (File " in ended.stdout
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert ended.stderr == ""

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rl_trainer_parts.commands.command_line import (
-    MISTAKE,
-    Command,
+    Program,
     export,
-    run_command,
     say,
     take_file,
     take_flag,
@@ -28,8 +26,10 @@ if TYPE_CHECKING:
 USAGE = """usage: rl-async-trainer COMMAND ...
 
   train SETTINGS.toml [--resume] [--dry-run] [--replay RUN] [--section.name=value ...]
-      Train. --resume goes on with the run in the folder; --dry-run prints the plan and ends; --replay trains the
-      groups of a recorded run in the same steps, from its skip cache where there is one.
+      Train. --resume goes on with the run in the folder; --dry-run checks everything, prints the plan and ends;
+      --replay trains the groups of a recorded run in the same steps, from its skip cache where there is one.
+  train --help [SECTION]
+      Explain every setting, or those of one section.
   status RUN
       What a live run does: its roles, groups in flight and ready, versions.
   scale RUN --engines N
@@ -50,21 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     From the shell, `train` runs in a process of its own, which is started again when it is killed; else in this one.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    commands: dict[str, Command] = {
+    commands = {
         "train": train_supervised if arguments is None else train,
         "status": status,
         "scale": scale,
         "simulate": simulate,
         "export": export,
     }
-    is_help = not words or words[0] in ("--help", "-h") or (words[0] == "train" and {"--help", "-h"} & set(words))
-    if is_help:
-        from rl_async_trainer.settings import AsyncSettings
-        from rl_trainer_parts.settings.fields import help_text
+    return Program(name="rl-async-trainer", usage=USAGE, commands=commands, settings=_settings_class).run(words)
 
-        say(help_text(USAGE, AsyncSettings))
-        return 0 if words else MISTAKE
-    return run_command(words, commands)
+
+def _settings_class() -> "type[AsyncSettings]":
+    from rl_async_trainer.settings import AsyncSettings
+
+    return AsyncSettings
 
 
 def train_supervised(words: list[str]) -> int:
@@ -103,6 +102,7 @@ def train(words: list[str]) -> int:
         console.say(f"rl-async-trainer: {where}; checking settings and files")
         with console.phase("loading libraries", is_brief=True):
             from rl_async_trainer.plan import describe_async_plan
+            from rl_async_trainer.schedule.replay import read_plan
             from rl_async_trainer.settings import schedule_problems
             from rl_trainer_parts.commands.train import train_checked
 
@@ -115,6 +115,9 @@ def train(words: list[str]) -> int:
             recorded = None if replayed is None else Path(replayed)
             return await TrainingRun(settings, inputs, folder, console, replayed=recorded).run()
 
+        problems = list(schedule_problems(settings))
+        if replayed is not None and not problems:
+            read_plan(Path(replayed), settings.schedule_options)  # refused here where it cannot be replayed
         return train_checked(
             settings,
             console=console,
@@ -122,7 +125,7 @@ def train(words: list[str]) -> int:
             dry_run=dry_run,
             describe=describe_async_plan,
             launch=launch,
-            also_refused=schedule_problems(settings),
+            also_refused=problems,
         )
 
 

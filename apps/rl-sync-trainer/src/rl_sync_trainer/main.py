@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_trainer_parts.commands.command_line import (
-    MISTAKE,
-    Command,
+    Program,
     export,
-    run_command,
     say,
     take_file,
     take_flag,
@@ -28,7 +26,9 @@ if TYPE_CHECKING:
 USAGE = """usage: rl-sync-trainer COMMAND ...
 
   train SETTINGS.toml [--resume] [--dry-run] [--section.name=value ...]
-      Train. --resume goes on with the run in the folder; --dry-run prints the plan and ends.
+      Train. --resume goes on with the run in the folder; --dry-run checks everything, prints the plan and ends.
+  train --help [SECTION]
+      Explain every setting, or those of one section.
   validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]
       Evaluate a Hugging Face folder or a checkpoint on the validation and test problems.
   export CHECKPOINT FOLDER
@@ -38,13 +38,14 @@ USAGE = """usage: rl-sync-trainer COMMAND ...
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and give its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    commands: dict[str, Command] = {"train": train, "validate": validate, "export": export}
-    if not words or "--help" in words or "-h" in words:
-        from rl_trainer_parts.settings.fields import help_text
+    commands = {"train": train, "validate": validate, "export": export}
+    return Program(name="rl-sync-trainer", usage=USAGE, commands=commands, settings=_settings_class).run(words)
 
-        say(help_text(USAGE))
-        return 0 if words else MISTAKE
-    return run_command(words, commands)
+
+def _settings_class() -> "type[Settings]":
+    from rl_trainer_parts.settings.schema import Settings
+
+    return Settings
 
 
 def train(words: list[str]) -> int:
@@ -86,11 +87,15 @@ def validate(words: list[str]) -> int:
     settings = load_settings(file, words, os.environ)
     say(f"rl-sync-trainer: evaluating {settings.policy.path}")
     from rl_trainer_parts.checks.all_checks import check_settings
+    from rl_trainer_parts.checks.engines import check_engines, check_loop
     from rl_trainer_parts.rollouts.evaluation import validate_policy
     from rl_trainer_parts.rollouts.inputs import read_inputs
 
     check_settings(settings)
-    for name, value in asyncio.run(validate_policy(settings, read_inputs(settings))).items():
+    inputs = read_inputs(settings)
+    check_loop(settings)
+    check_engines(settings)
+    for name, value in asyncio.run(validate_policy(settings, inputs)).items():
         say(f"{name} {value:.4f}")
     return 0
 

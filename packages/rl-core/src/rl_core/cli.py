@@ -11,7 +11,7 @@ import msgspec
 from rl_core.errors import RLError
 from rl_core.queue.journal.inspection import inspect_journal
 from rl_core.queue.journal.report_text import as_text
-from rl_core.terminal_text import json_text, printable, write_out
+from rl_core.terminal_text import describe_version, json_text, printable, write_out
 
 REFUSED = 2
 DEFAULT_LIMIT = 100
@@ -42,14 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _limit(text: str) -> int:
-    limit = int(text)
-    if limit < 0:
-        raise ValueError(text)
-    return limit
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a number from 0 was expected; found {text!r}")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rl-core", description="What a transfer queue has on disk.")
+    parser.add_argument("--version", action="version", version=describe_version("rl-core"))
     parts = parser.add_subparsers(dest="part", required=True)
     queue = parts.add_parser("queue", help="the transfer queue")
     verbs = queue.add_subparsers(dest="verb", required=True)

@@ -1,6 +1,7 @@
-"""What commands print: texts that nothing in a file can garble, tables, sizes, and JSON."""
+"""What commands print: texts that nothing in a file can garble, tables, sizes, versions, and JSON."""
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -66,6 +67,14 @@ def bytes_text(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:,.1f} TB"
+
+
+def describe_version(program: str) -> str:
+    """Such as "rl-core 0.1.0", of a program whose distribution has its name."""
+    try:
+        return f"{program} {importlib.metadata.version(program)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{program}, from sources that are not installed"
 
 
 def json_text(document: Json) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import structlog
 
 from rl_core.errors import RLError
-from rl_core.terminal_text import escaped_event, print_uncaught
+from rl_core.terminal_text import describe_version, escaped_event, print_uncaught
 from rl_metrics.commands import check, compare, doctor, importing, plot, report, rules, serve
 from rl_metrics.commands import list as listing
 from rl_metrics.commands.parts import Run, Verbs, refuse
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rl-metrics", description="What a run says.")
+    parser.add_argument("--version", action="version", version=describe_version("rl-metrics"))
     verbs = Verbs(parser)
     for verb in VERBS:
         verb.add_to(verbs)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from rl_core.errors import BrokenEntryError, RLError
-from rl_core.terminal_text import escaped_lines, json_text, write_out
+from rl_core.terminal_text import describe_version, escaped_lines, json_text, write_out
 from rl_rollout.skip.commands import (
     EntryReport,
     Unwanted,
@@ -165,6 +165,7 @@ def _count(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rl-rollout", description="Works with rollouts that are stored.")
+    parser.add_argument("--version", action="version", version=describe_version("rl-rollout"))
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     cache = parts.add_parser(
         "cache",

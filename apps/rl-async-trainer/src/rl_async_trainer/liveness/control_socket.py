@@ -80,6 +80,14 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
         DeadlineError: It did not answer in time.
     """
     file = folder / FILE
+    nobody = f"no run lives in {folder} that could be asked:"
+    if not folder.is_dir():
+        raise NotReadyError(f"{nobody} there is no such folder (looked in {Path.cwd()}).")
+    if not file.exists():
+        raise NotReadyError(
+            f"{nobody} it has no {FILE}, which rl-async-trainer keeps there while it trains. See how a run ended with "
+            "rl-metrics doctor, and go on with it by train --resume."
+        )
     try:
         place = read_json_object(file)["socket"]
         with socket.socket(socket.AF_UNIX) as connection:
@@ -92,8 +100,10 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
         raise DeadlineError(
             f"the run in {folder} did not answer within {deadline_s:g} s; see hang.json there."
         ) from None
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise NotReadyError(f"{nobody} its process has ended. Go on with it by train --resume.") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise NotReadyError(f"no run lives in {folder} that could be asked ({error!r}).") from None
+        raise NotReadyError(f"{nobody} {type(error).__name__}: {error}.") from None
     if not isinstance(answer, dict) or "answer" not in answer:
         raise NotReadyError(
             str(answer["error"]) if isinstance(answer, dict) and "error" in answer else f"{file} answered none."
@@ -110,4 +120,4 @@ def _refuse_other_users(connection: Any) -> None:
     if hasattr(socket, "SO_PEERCRED"):
         _, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
         if user not in (os.geteuid(), 0):
-            raise ConnectionRefusedError(f"its other end belongs to user {user}")
+            raise ConnectionAbortedError(f"its other end belongs to user {user}")

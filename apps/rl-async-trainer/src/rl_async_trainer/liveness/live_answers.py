@@ -6,7 +6,11 @@ from typing import Any
 from rl_async_trainer.controller.learner_link import LearnerLink
 from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.controller.rollouter_link import RollouterLink
+from rl_async_trainer.settings import AsyncSettings
+from rl_core.cluster import count_room, describe_shares, machine_shares
 from rl_core.errors import NotReadyError
+from rl_trainer_parts.learning.start_learners import rank_pool
+from rl_trainer_parts.rollouts.engines import gpus_per_replica
 
 
 async def answer_request(
@@ -27,6 +31,7 @@ async def answer_request(
         return await _status(parts)
     count = request.get("engines")
     if request.get("do") == "scale" and isinstance(count, int):
+        _require_room(parts.settings, count)
         if count >= 1:
             await learner.expect_engines(count)
         found = await rollouter.set_num_engines(count)
@@ -52,3 +57,30 @@ async def _status(parts: ControllerParts) -> dict[str, Any]:
         },
         "roles": {name: f"{role.state}; {views[name] or 'does not answer'}" for name, role in parts.roles.all.items()},
     }
+
+
+def _require_room(settings: AsyncSettings, count: int) -> None:
+    """Refuse more engines than this machine can hold beside the learner, each with what it sets aside.
+
+    One that sets nothing aside needs a CPU. Of a Ray cluster that is joined, Ray knows what it has.
+
+    Raises:
+        NotReadyError: There are too few CPUs or GPUs.
+    """
+    is_elsewhere = settings.cluster.ray_address is not None
+    if settings.rollout.placement == "inline" or is_elsewhere or count <= settings.replicas.count:
+        return
+    there, ranks = machine_shares(), rank_pool(settings)
+    gpus = gpus_per_replica(settings)
+    cpus = settings.replicas.cpus or float(not gpus)
+    beside = ""
+    if ranks is not None:
+        for _ in range(ranks.size):
+            there.take(ranks.cpus, ranks.gpus)
+        beside = f", {describe_shares(there.free_cpus, sum(there.free_gpus.values()))} of them beside the learner"
+    room = count_room(there, cpus, gpus, at_most=count)
+    if room < count:
+        raise NotReadyError(
+            f"{count} engines need {describe_shares(cpus, gpus)} each; this machine has "
+            f"{describe_shares(there.cpus, len(there.gpus))}{beside}: room for {room}. Ask for at most that many."
+        )

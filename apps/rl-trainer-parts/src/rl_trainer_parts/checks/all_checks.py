@@ -4,7 +4,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CacheError, EngineError, MissingExtraError, SettingsError
@@ -16,7 +15,7 @@ from rl_rollout.loops import LOOPS
 from rl_rollout.skip import StepSelection, open_folder
 from rl_trainer_parts.checks.algorithm import algorithm_names, algorithm_problems, unknown_names
 from rl_trainer_parts.checks.distillation import distillation_problems, teacher_files
-from rl_trainer_parts.checks.model_folder import check_policy_folder
+from rl_trainer_parts.checks.model_folder import check_policy_folder, missing_path
 from rl_trainer_parts.settings.metrics import LEVELS
 from rl_trainer_parts.settings.schema import Settings
 
@@ -304,6 +303,8 @@ def _files(settings: Settings) -> Iterator[str]:
         ("prompts.test", prompts.test),
     ):
         if path is not None and not path.exists():
-            yield f"{name}: {path} does not exist (looked in {Path.cwd()})."
+            yield missing_path(path, setting=name, kind="dataset")
     yield from check_policy_folder(settings.policy.path, setting="policy.path")
+    if settings.critic.path is not None:
+        yield from check_policy_folder(settings.critic.path, setting="critic.path", needs_tokenizer=False)
     yield from teacher_files(settings)

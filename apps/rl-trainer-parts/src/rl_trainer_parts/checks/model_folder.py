@@ -1,16 +1,40 @@
 """What can be refused of a model's folder before it is loaded."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from rl_core.errors import DataError
 from rl_core.files import read_json_object
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""Owner and name of what the Hugging Face hub has."""
 
-def check_policy_folder(path: Path, *, setting: str) -> Iterator[str]:
+
+def missing_path(path: Path, *, setting: str, kind: Literal["model", "dataset"]) -> str:
+    """What is wrong with a path where nothing is, and how to fetch it where it looks like an id of the hub."""
+    problem = f"{setting}: {path} does not exist (looked in {Path.cwd()})."
+    if path.parts[:1] == ("~",):
+        return f"{problem} ~ is not expanded here; write $HOME, which the shell expands."
+    if not HUB_ID.fullmatch(str(path)) or path.parent.is_dir():
+        return problem
+    folder = f"{kind}s/{path.name}"
+    words = "" if kind == "model" else " --repo-type dataset"
+    what = "folder" if kind == "model" else "file of that folder"
+    return (
+        f"{problem} It looks like a {kind} of the Hugging Face hub: fetch it by `hf download {path}{words} --local-dir "
+        f"{folder}`, and give the {what}."
+    )
+
+
+def check_policy_folder(path: Path, *, setting: str, needs_tokenizer: bool = True) -> Iterator[str]:
     """Problems of a Hugging Face folder, in words."""
+    if not path.exists():
+        yield missing_path(path, setting=setting, kind="model")
+        return
     if not path.is_dir():
-        yield f"{setting}: {path} is not a folder (looked in {Path.cwd()})."
+        yield f"{setting}: {path} is not a folder; give the folder that has the model's config.json."
         return
     config = path / "config.json"
     if not config.is_file():
@@ -20,7 +44,8 @@ def check_policy_folder(path: Path, *, setting: str) -> Iterator[str]:
             read_json_object(config)
         except DataError as error:
             yield f"{setting}: {error}"
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    has_tokenizer = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    if needs_tokenizer and not has_tokenizer:
         yield (
             f"{setting}: {path} has no tokenizer (tokenizer.json); copy the tokenizer's files of the model that it "
             "came from into it."

@@ -7,18 +7,66 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 import structlog
 
-from rl_core.errors import CheckpointError, DataError, MissingExtraError, RLError, SettingsError
-from rl_core.terminal_text import escaped_event, escaped_lines, print_uncaught, write_out
+from rl_core.errors import CheckpointError, DataError, MissingExtraError, NotReadyError, RLError, SettingsError
+from rl_core.registry import nearest_name
+from rl_core.terminal_text import describe_version, escaped_event, escaped_lines, print_uncaught, write_out
+
+if TYPE_CHECKING:
+    from rl_trainer_parts.settings.schema import Settings
 
 MISTAKE = 2
 FAILED = 1
 
 Command = Callable[[list[str]], int]
+
+HELP = ("--help", "-h")
+WITH_SETTINGS = ("train", "validate")
+"""Commands whose help explains settings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A trainer's command line.
+
+    Attributes:
+        name: Of the program, and of the distribution that has it.
+        usage: All commands, each with its arguments and what it does.
+        commands: By name; each may change the list that it gets.
+        settings: Gives the class of its settings, which takes a second to import.
+    """
+
+    name: str
+    usage: str
+    commands: Mapping[str, Command]
+    settings: Callable[[], "type[Settings]"]
+
+    def run(self, words: Sequence[str]) -> int:
+        """Say what was asked about the program, or run the command that the first word names; gives the exit status."""
+        if not words or words[0] in HELP:
+            say(self.usage)
+            return 0 if words else MISTAKE
+        if words[0] == "--version":
+            say(describe_version(self.name))
+            return 0
+        asked = [index for index, word in enumerate(words) if word in HELP]
+        if asked and words[0] in WITH_SETTINGS and words[0] in self.commands:
+            return run_command(("help", *words[asked[0] + 1 :]), {"help": self._explain})
+        return run_command(words, self.commands)
+
+    def _explain(self, words: list[str]) -> int:
+        """What is asked about settings: all of them, a section, or one."""
+        from rl_trainer_parts.settings.fields import help_text
+
+        topic = words[0].lstrip("-").partition("=")[0] if words else ""
+        with suppress(BrokenPipeError):  # `head` has seen enough
+            say(help_text(self.usage, self.settings(), topic=topic))
+        return 0
 
 
 def run_command(words: Sequence[str], commands: Mapping[str, Command]) -> int:
@@ -36,12 +84,13 @@ def run_command(words: Sequence[str], commands: Mapping[str, Command]) -> int:
     configure_logs()
     command = commands.get(words[0])
     if command is None:
-        return complain(f"unknown command {words[0]!r}; known: {', '.join(commands)}.")
+        hint = f" Did you mean `train {words[0]}`?" if words[0].endswith(".toml") else nearest_name(words[0], commands)
+        return complain(f"unknown command {words[0]!r}; known: {', '.join(commands)}.{hint}")
     try:
         return command(list(words[1:]))
     except (SettingsError, DataError, MissingExtraError) as error:
         return complain(str(error))
-    except CheckpointError as error:
+    except (CheckpointError, NotReadyError) as error:
         return complain(str(error), status=FAILED)
     except RLError as error:
         return complain(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), status=FAILED)
@@ -51,6 +100,9 @@ def run_command(words: Sequence[str], commands: Mapping[str, Command]) -> int:
 
 def export(words: list[str]) -> int:
     """`export CHECKPOINT FOLDER`."""
+    if set(HELP) & set(words):
+        say("export CHECKPOINT FOLDER: write the policy of a checkpoint, or of a run's newest, as a Hugging Face one.")
+        return 0
     if len(words) != 2:
         raise SettingsError("export takes a checkpoint (or a run folder) and the folder to write.")
     from rl_trainer_parts.run.policies import export_policy

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 from rl_metrics.trackers import ConsoleTracker
 from rl_trainer_parts.checks.all_checks import check_settings, check_trainable
 from rl_trainer_parts.checks.distillation import check_teachers
+from rl_trainer_parts.checks.engines import check_engines, check_loop
 from rl_trainer_parts.commands.command_line import say
 from rl_trainer_parts.commands.plan import PromptCounts
 from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs
-from rl_trainer_parts.run.folder import RunFolder, open_run, require_resumable
+from rl_trainer_parts.run.folder import RunFolder, open_run, require_free, require_resumable
 from rl_trainer_parts.settings.schema import Settings
 
 Chosen = TypeVar("Chosen", bound=Settings)
@@ -46,9 +47,14 @@ def train_checked(
         check_trainable(settings)
         inputs = read_inputs(settings)
         check_teachers(settings, inputs.tokenizer, inputs.train)
+        check_loop(settings)
+        check_engines(settings)
     if dry_run:
+        folder = RunFolder(settings.run_folder)
         if resume:
-            require_resumable(RunFolder(settings.run_folder), settings)
+            require_resumable(folder, settings)
+        elif settings.run.if_exists == "refuse":
+            require_free(folder)
         console.close()  # writes what it has, before others write
         say(describe(settings, inputs.counts))
         return 0

@@ -122,7 +122,15 @@ def _engine_replica(settings: Settings, name: str, cluster: ClusterOptions, inde
     from rl_rollout.engines import EnginePlacement, ProcessEngine
 
     chosen, teacher = settings.distillation, settings.distillation.teachers[name]
-    options = VLLMOptions(
+    options = teacher_engine_options(settings, name)
+    host = EnginePlacement(cluster=cluster, pool=teacher_pool(settings, name), deadline_s=chosen.start_deadline_s)
+    return EngineReplica(ProcessEngine("vllm", teacher.model, options, host=host, index=index))
+
+
+def teacher_engine_options(settings: Settings, name: str) -> VLLMOptions:
+    """Options of the engine of a teacher that vLLM serves."""
+    chosen, teacher = settings.distillation, settings.distillation.teachers[name]
+    return VLLMOptions(
         dtype=teacher.dtype,
         tensor_parallel_size=teacher.tensor,
         max_model_len=longest_trajectory(settings, teacher),
@@ -133,8 +141,6 @@ def _engine_replica(settings: Settings, name: str, cluster: ClusterOptions, inde
         max_top_k=max(chosen.num_top, 1),
         num_threads=teacher.num_threads,
     )
-    host = EnginePlacement(cluster=cluster, pool=teacher_pool(settings, name), deadline_s=chosen.start_deadline_s)
-    return EngineReplica(ProcessEngine("vllm", teacher.model, options, host=host, index=index))
 
 
 def _megatron_replica(settings: Settings, name: str, cluster: ClusterOptions, index: int) -> TeacherReplica:

@@ -193,6 +193,19 @@ def require_run(folder: RunFolder) -> None:
         raise SettingsError(f"--resume: {folder.path} has no run to go on with; leave --resume out to start one.")
 
 
+def require_free(folder: RunFolder) -> None:
+    """Refuse to begin where a run is.
+
+    Raises:
+        SettingsError: There is one.
+    """
+    if folder.has_run:
+        raise SettingsError(
+            f"{folder.path} has a run already. Go on with it (--resume), move it aside (--run.if_exists=archive), "
+            "or choose another name (--run.name=NAME)."
+        )
+
+
 def require_resumable(folder: RunFolder, settings: Settings) -> None:
     """Refuse a run that cannot go on with these settings; nothing is written.
 
@@ -230,11 +243,8 @@ def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) ->
             require_resumable(folder, settings)
         elif folder.has_run and settings.run.if_exists == "archive":
             say(f"the earlier run was moved to {folder.archive()}")
-        elif folder.has_run:
-            raise SettingsError(
-                f"{folder.path} has a run already. Go on with it (--resume), move it aside (--run.if_exists=archive), "
-                "or choose another name (--run.name=NAME)."
-            )
+        else:
+            require_free(folder)
         folder.write_settings(settings)
         try:
             yield folder

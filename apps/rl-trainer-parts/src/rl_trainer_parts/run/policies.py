@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rl_core.errors import SettingsError
 from rl_distill.checkpoints import CheckpointStore, verify_checkpoint
+from rl_trainer_parts.checks.model_folder import missing_path
 
 
 def find_policy(path: Path) -> Path:
@@ -17,6 +18,8 @@ def find_policy(path: Path) -> Path:
         SettingsError: It is none of these.
         CheckpointError: The checkpoint is torn.
     """
+    if not path.exists():
+        raise SettingsError(missing_path(path, setting="policy", kind="model"))
     if (path / "config.json").is_file():
         return path
     if (path / "checkpoints").is_dir():

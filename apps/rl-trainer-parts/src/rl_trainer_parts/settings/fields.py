@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_core.errors import SettingsError
 from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.suggestions import suggest
 
 ENTRY = "NAME"
 """Stands for the name of an entry of a table, such as a teacher's."""
@@ -146,20 +148,52 @@ def describe_type(annotation: Any) -> str:
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
-def help_text(usage: str, kind: type[Settings] = Settings) -> str:
-    """The usage, and every setting with its type, default and meaning."""
-    width = min(shutil.get_terminal_size().columns, 110)
-    lines = [usage, "", ORIGINS]
+def help_text(usage: str, kind: type[Settings] = Settings, *, topic: str = "") -> str:
+    """The usage, and every setting with its type, default and meaning.
+
+    Args:
+        usage: Of the command.
+        kind: Settings of which trainer.
+        topic: A section or a setting, to explain that alone.
+
+    Raises:
+        SettingsError: There is no such section or setting.
+    """
+    known = setting_fields(kind)
+    if topic in kind.model_fields:
+        return "\n".join(_section_lines(topic, kind))
+    if topic:
+        endings = [one for name, one in known.items() if name == topic or name.endswith(f".{topic}")]
+        if not endings:
+            hint = suggest(topic, [*kind.model_fields, *known])
+            raise SettingsError(
+                f"{topic!r} is no section and no setting.{hint} Sections: {', '.join(kind.model_fields)}."
+            )
+        return "\n".join(line for one in endings for line in _entry_lines(one))
+    sections = textwrap.fill(
+        f"Sections, each explained alone by `train --help SECTION`: {', '.join(kind.model_fields)}."
+    )
+    lines = [usage, "", ORIGINS, "", sections]
     for section in kind.model_fields:
-        lines.append(f"\n[{section}]")
-        for setting in setting_fields(kind).values():
-            if setting.name.startswith(f"{section}."):
-                for one in (setting, *setting.entry_fields().values()):
-                    lines.extend(_explained(one, width))
+        lines.extend(("", *_section_lines(section, kind)))
     return "\n".join(lines)
 
 
-def _explained(setting: SettingField, width: int) -> list[str]:
+def _section_lines(section: str, kind: type[Settings]) -> Iterator[str]:
+    meaning = inspect.getdoc(kind.model_fields[section].annotation) or ""
+    yield f"[{section}]  {meaning.partition(chr(10))[0]}"
+    for setting in setting_fields(kind).values():
+        if setting.name.startswith(f"{section}."):
+            yield from _entry_lines(setting)
+
+
+def _entry_lines(setting: SettingField) -> Iterator[str]:
+    for one in (setting, *setting.entry_fields().values()):
+        yield from _explained(one)
+
+
+def _explained(setting: SettingField) -> list[str]:
+    width = min(shutil.get_terminal_size().columns, 110)
     is_required = setting.default is dataclasses.MISSING
     default = "required" if is_required else f"default {_written(setting.default)}"
     words = textwrap.wrap(setting.meaning, width - 8, initial_indent=INDENT, subsequent_indent=INDENT)

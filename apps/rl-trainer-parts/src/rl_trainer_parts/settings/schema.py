@@ -316,7 +316,7 @@ UPDATE_KL = ("actor/ppo_kl", "rollout_corr/kl")
 
 
 class Settings(BaseSettings):
-    """All settings of a run; a trainer that has more derives from it.
+    """All settings of a run, in the order of use; a trainer that has more derives from it.
 
     Attributes:
         also_changeable_on_resume: Of those more, the ones that may differ when a run is resumed.
@@ -325,26 +325,26 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(extra="forbid", frozen=True)
     also_changeable_on_resume: ClassVar[tuple[str, ...]] = ()
 
+    run: RunSettings = Field(default_factory=RunSettings)
     policy: PolicySettings
     prompts: PromptSettings
-    weights: WeightSettings = Field(default_factory=WeightSettings)
-    refill: RefillOptions = Field(default_factory=RefillOptions)
-    skip: SkipOptions = Field(default_factory=SkipOptions)
     reward: RewardOptions = Field(default_factory=RewardOptions)
-    run: RunSettings = Field(default_factory=RunSettings)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
-    algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
-    correction: CorrectionSettings = Field(default_factory=CorrectionSettings)
-    learner: LearnerOptions = Field(default_factory=LearnerOptions)
-    parallel: ParallelOptions = Field(default_factory=ParallelOptions)
-    cluster: ClusterSettings = Field(default_factory=ClusterSettings)
-    distillation: DistillationOptions = Field(default_factory=DistillationOptions)
-    critic: CriticSettings = Field(default_factory=CriticSettings)
-    engine: VLLMOptions = Field(default_factory=VLLMOptions)
-    replicas: ReplicaSettings = Field(default_factory=ReplicaSettings)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    learner: LearnerOptions = Field(default_factory=LearnerOptions)
+    algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
+    engine: VLLMOptions = Field(default_factory=VLLMOptions)
     metrics: MetricSettings = Field(default_factory=MetricSettings)
     health: HealthSettings = Field(default_factory=HealthSettings)
+    critic: CriticSettings = Field(default_factory=CriticSettings)
+    correction: CorrectionSettings = Field(default_factory=CorrectionSettings)
+    distillation: DistillationOptions = Field(default_factory=DistillationOptions)
+    refill: RefillOptions = Field(default_factory=RefillOptions)
+    skip: SkipOptions = Field(default_factory=SkipOptions)
+    replicas: ReplicaSettings = Field(default_factory=ReplicaSettings)
+    parallel: ParallelOptions = Field(default_factory=ParallelOptions)
+    cluster: ClusterSettings = Field(default_factory=ClusterSettings)
+    weights: WeightSettings = Field(default_factory=WeightSettings)
 
     @property
     def placements(self) -> dict[str, str]:

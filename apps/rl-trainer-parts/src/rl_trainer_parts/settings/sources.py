@@ -1,7 +1,6 @@
 """Where settings come from, how they are explained, and what is said when they are wrong."""
 
 import dataclasses
-import difflib
 import os
 import typing
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from rl_core.files import parse_toml, read_toml
 from rl_core.secret_settings import redact_option, redacted_names
 from rl_trainer_parts.settings.fields import SettingField, describe_type, find_setting, leaves, setting_fields
 from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.suggestions import suggest
 
 ENVIRONMENT_PREFIX = "RL__"
 
@@ -123,16 +123,22 @@ def _explain(problem: Mapping[str, Any], origins: Mapping[str, str], kind: type[
         )
     where = _origin(name, origins)
     if not is_whole:
-        expected = describe_type(known[name].annotation)
-        return f"{name}: must be {expected}; item {place[2]}: {problem['msg'].lower()}{where}."
+        expected, item = describe_type(known[name].annotation), ", ".join(place[2:])
+        if problem["type"].startswith("dataclass_"):
+            found = _shown(problem["input"], known[name])
+            return f"{name}: must be {expected}; item {item}: must be {{name = value}}, found {found}{where}."
+        return f"{name}: must be {expected}; item {item}: {problem['msg'].lower()}{where}."
     found = _shown(problem["input"], known[name])
-    return f"{name}: {problem['msg'].lower()}; found {found}{where}. {known[name].meaning}"
+    wrong = problem["msg"].lower()
+    if problem["type"] in ("tuple_type", "dict_type"):  # pydantic speaks of Python's types
+        wrong = f"must be {describe_type(known[name].annotation)}"
+    return f"{name}: {wrong}; found {found}{where}. {known[name].meaning}"
 
 
 def _shown(value: Any, setting: SettingField) -> str:
     """A value for a message, without secrets: in text where a table is expected, nobody knows which part is one."""
     if isinstance(value, str) and not setting.is_text and any(mark in value for mark in "{=["):
-        return f"text of {len(value)} characters that is no table of TOML"
+        return f"text of {len(value)} characters that is no TOML, which has = where JSON has a colon"
     return repr(redact_option(setting.name.rpartition(".")[2], value))
 
 
@@ -143,9 +149,7 @@ def _explain_entry(
     name, known = ".".join(place), table.entry_fields(place[2])
     where = _origin(name, origins)
     if problem["type"] == "unexpected_keyword_argument":
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        return f"unknown setting {name!r}{where}.{hint} `train --help` lists all of them."
+        return f"unknown setting {name!r}{where}.{suggest(name, known)} `train --help` lists all of them."
     setting = known.get(name) or known[".".join(place[:4])]
     if problem["type"] == "missing":
         return f"{name}: required, and not set. {setting.meaning}"
@@ -162,6 +166,10 @@ def _from_file(file: Path | None, kind: type[Settings]) -> dict[str, Any]:
         return {}
     if not os.path.lexists(file):
         raise SettingsError(f"settings file {file} does not exist (looked in {Path.cwd()}).")
+    if file.is_dir() and (file / "settings.toml").is_file():
+        raise SettingsError(
+            f"settings file {file} must be a file; found a folder. Did you mean {file / 'settings.toml'}?"
+        )
     try:
         document = read_toml(file)
     except DataError as error:
@@ -191,7 +199,8 @@ def _from_arguments(arguments: Sequence[str], kind: type[Settings]) -> dict[str,
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
-            raise SettingsError(f"unexpected argument {argument!r}; settings are written --section.name=value.")
+            hint = f"write --{argument}" if "=" in argument else "settings are written --section.name=value"
+            raise SettingsError(f"unexpected argument {argument!r}; {hint}.")
         name, equals, text = argument[2:].partition("=")
         _check_name(name, "command line", kind)
         if not equals:
@@ -228,9 +237,4 @@ def _check_name(name: str, origin: str, kind: type[Settings]) -> None:
     if find_setting(name, kind) is not None:
         return
     known = {**setting_fields(kind), **_entry_of(name, kind)}
-    endings = {full.partition(".")[2]: full for full in reversed(known)}  # the first section wins
-    candidates = [endings[name]] if name in endings else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if not candidates:
-        candidates = [endings[match] for match in difflib.get_close_matches(name.rpartition(".")[2], endings, n=1)]
-    hint = f" Did you mean {candidates[0]!r}?" if candidates else ""
-    raise SettingsError(f"unknown setting {name!r} ({origin}).{hint} `train --help` lists all of them.")
+    raise SettingsError(f"unknown setting {name!r} ({origin}).{suggest(name, known)} `train --help` lists all of them.")

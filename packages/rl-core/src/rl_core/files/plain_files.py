@@ -84,7 +84,7 @@ def read_json(
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as problem:
-        raise error(f"{file} must be JSON ({type(problem).__name__}: {problem}).") from None
+        raise error(f"{file} must be JSON ({_json_problem(problem)}).") from None
 
 
 def read_json_object(file: Path, *, error: type[RLError] = DataError, follows_links: bool = True) -> dict[str, Any]:
@@ -119,3 +119,10 @@ def parse_toml(raw: bytes | str, *, where: str, error: type[RLError] = DataError
         if isinstance(problem, RLError):
             raise
         raise error(f"{where} is not TOML: {problem}.") from None
+
+
+def _json_problem(problem: Exception) -> str:
+    """What is wrong with a JSON document, with its place told once."""
+    if isinstance(problem, json.JSONDecodeError):
+        return f"line {problem.lineno}, column {problem.colno}: {problem.msg}"
+    return f"{type(problem).__name__}: {problem}"

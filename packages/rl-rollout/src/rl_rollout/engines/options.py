@@ -24,8 +24,9 @@ class VLLMOptions:
         enable_prefix_caching: Compute a prompt once for all samples that have it: whole blocks of it on GPUs, all of
             it on CPUs.
         enforce_eager: Run the model without compiling it; False compiles for minutes on CPUs, and gains nothing there.
-        can_sleep: Let `sleep` give the GPU's memory to a learner on it; costs vLLM's own memory pool. Nothing on CPUs.
-        max_top_k: Most likeliest tokens that `score_top_k` gives beside each token; up to the vocabulary.
+        can_sleep: Let the engine free the GPU's memory for a learner on it while that trains; costs vLLM's own memory
+            pool. Nothing on CPUs.
+        max_top_k: Most likeliest tokens that it can give beside each scored token; up to the vocabulary.
         num_threads: CPU threads of the engine, of all its processes together; None takes torch's count at the start.
         seed: Of the draws of requests that have none.
     """

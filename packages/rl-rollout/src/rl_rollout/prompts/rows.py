@@ -107,9 +107,11 @@ def _parse_line(line: bytes, *, where: str) -> dict[str, Json]:
     if len(line) > MAX_LINE_BYTES or count_values(line) > MAX_LINE_VALUES:
         raise DataError(f"{where}: a row has at most {MAX_LINE_BYTES} bytes and {MAX_LINE_VALUES} values.")
     try:
-        value = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        value = json.loads(line.decode("utf-8-sig").rstrip("\r\n"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8.") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}, column {error.colno}: not JSON ({error.msg}). Expected one object a line.") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}). Expected one object a line.") from None
     if not isinstance(value, dict):

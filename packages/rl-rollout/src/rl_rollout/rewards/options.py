@@ -116,16 +116,20 @@ class RewardOptions:
     """How responses are scored: by one function, or by the weighted sum of several.
 
     Attributes:
-        function: Name of a built-in reward, or `path.py:function`; empty when there are parts.
+        function: A built-in reward (exact_match, number_match, math_verify, code, http, json_schema, judge,
+            length_target, overlong), the name of one installed by another package, or `path.py:function`; empty when
+            there are parts.
         options: Options of the function.
         parts: Several rewards with weights, in place of one function.
         timeout_s: Longest time of one call; None means no limit.
         max_concurrency: Calls that run at once.
         max_calls_per_s: Calls that start in a second; None means no limit. Retries count.
-        on_failure: As in FailurePolicy.
-        retries: As in FailurePolicy.
-        backoff_s: As in FailurePolicy.
-        retry_on: As in FailurePolicy.
+        on_failure: What is done about a call that raises, hangs, or gives no number: "drop" the session with the
+            reason, "retry" the call first, or "zero": a reward of 0, with the component `reward_failed` = 1.
+        retries: Calls after the first; None is 2 for "retry", and 0 otherwise.
+        backoff_s: Pause before the first retry; it doubles with each, up to a minute.
+        retry_on: Which failures are tried again: "raised", "timed_out", "bad_value", or names of exceptions, such as
+            "ConnectionError", which mean their subclasses too.
     """
 
     function: str = ""

@@ -34,7 +34,7 @@ class SkipOptions:
         on_broken: When an entry is torn or no entry: "regenerate" (it is set aside, and the step is generated), or
             "error".
         rewards: Of what is replayed: "stored" takes those of the entry; "again" lets the trainer ask the reward
-            functions of now (`Rollout.score_again`), and a reward that changed is no mismatch.
+            functions of now, and a reward that changed is no mismatch.
         max_bytes: Most bytes of all entries together, a number or a size such as "20G"; the oldest go first. It must
             hold all steps that are to be replayed. None has no limit.
         compress: Store with lz4, in about half the bytes; False reads and writes a little faster.

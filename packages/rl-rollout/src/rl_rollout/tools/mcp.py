@@ -110,6 +110,7 @@ class McpServer:
         self._not_before = 0.0
         self._reason = ""
         self._has_warned = False
+        self._has_started = False
 
     async def start(self) -> list[Tool]:
         """Start it, and list its tools; a tool's call starts it again when it died.
@@ -125,6 +126,7 @@ class McpServer:
             connection = await self._thread.run(self._connected())
         except ToolError as error:
             raise SettingsError(str(error)) from error
+        self._has_started = True
         tools: dict[str, Tool] = {tool.name: McpTool(self, tool) for tool in connection.tools}
         if not tools:
             raise SettingsError(f"MCP server {self._name!r} has no tools. Give one that has, or leave it out.")
@@ -242,7 +244,8 @@ class McpServer:
         self._failures += 1
         self._not_before = time.monotonic() + pause_s
         self._reason = reason = self._hide(reason)
-        log.warning("mcp_server_failed", server=self._name, reason=reason, failures_in_a_row=self._failures)
+        if self._has_started:  # else `start` raises it
+            log.warning("mcp_server_failed", server=self._name, reason=reason, failures_in_a_row=self._failures)
 
     async def _disconnect(self) -> None:
         for probe in list(self._probes):
@@ -298,7 +301,7 @@ class _Connection:
             # pread: the server writes at the file's position, which is shared
             size = os.fstat(self._stderr.fileno()).st_size
             written = os.pread(self._stderr.fileno(), STDERR_CHARS, max(0, size - STDERR_CHARS))
-            self._words = written.decode(errors="replace").strip()
+            self._words = _without_traceback(written.decode(errors="replace").strip())
         return (f". It wrote: {self._words}" if self._words else "") + self._status
 
     async def _live(self) -> None:
@@ -375,6 +378,13 @@ def _block_text(block: Any) -> str:
         return str(block.resource.text)
     kind = getattr(block, "mime_type", None) or getattr(block, "uri", None) or ""
     return f"[{block.type} {kind}]".replace(" ]", "]")
+
+
+def _without_traceback(words: str) -> str:
+    """Words of a Python program that end in a traceback, or in a part of one: its last line and its last place."""
+    lines = words.splitlines()
+    places = [line.strip() for line in lines if line.startswith('  File "')]
+    return f"{lines[-1]} ({places[-1]})" if places else words
 
 
 def _leaf(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Lines of a server that are no messages: told once, in the place of a traceback for each."""
+"""What the library mcp logs of servers: lines that are no messages are told once, failures by our own errors."""
 
 import logging
 from collections.abc import Callable
@@ -25,5 +25,8 @@ def is_message(record: logging.LogRecord) -> bool:
 
 
 def drop_tracebacks() -> None:
-    """Drop them where TELL is set; can be called again."""
+    """Drop them where TELL is set, and print nothing where nobody has configured logs; can be called again."""
+    library = logging.getLogger("mcp")
+    if not library.handlers:
+        library.addHandler(logging.NullHandler())  # else Python prints each warning, with its traceback
     logging.getLogger("mcp.client.stdio").addFilter(is_message)

@@ -6,6 +6,7 @@ from rl_core.errors import MissingExtraError
 from rl_rollout.engines.model_folder import require_model_folder
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.stepped import SteppedEngine, Stepper
+from rl_rollout.engines.vllm.support import INSTALL, check_support
 
 __all__ = ["VLLMEngine", "VLLMOptions"]
 
@@ -29,6 +30,18 @@ class VLLMEngine(SteppedEngine):
         self._options = options or VLLMOptions()
         super().__init__(self._load, in_thread=True)
 
+    @staticmethod
+    def check(model_dir: Path, options: VLLMOptions) -> None:
+        """Ask the installed vLLM whether it supports a model with these options; no model is loaded.
+
+        The first time takes as long as importing vLLM, in a child. What it supports is noted for the next time.
+
+        Raises:
+            EngineError: It does not; the message says what it supports.
+            MissingExtraError: vLLM is not installed.
+        """
+        check_support(model_dir, options)
+
     def _load(self) -> Stepper:
         require_model_folder(self._model_dir)
         try:
@@ -38,7 +51,6 @@ class VLLMEngine(SteppedEngine):
             from rl_rollout.engines.vllm.stepper import VLLMStepper
         except ImportError as error:
             raise MissingExtraError(
-                f"the vLLM engine needs vLLM, which cannot be imported here: {error}. Install "
-                "rl-rollout[vllm] for GPUs, or locks/cpu.txt for CPUs, as the README says."
+                f"the vLLM engine needs vLLM, which cannot be imported here: {error}. {INSTALL}"
             ) from error
         return VLLMStepper(self._model_dir, self._options)

@@ -1,0 +1,45 @@
+"""The command line where no run is under way."""
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_async_trainer.main import main
+
+
+def test_help_begins_with_a_short_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str, status: int = 0) -> str:
+        assert main(words) == status
+        return capsys.readouterr().out
+
+    usage = said("--help")
+    assert usage.startswith("usage: rl-async-trainer COMMAND ...\n")
+    assert len(usage.splitlines()) < 25
+    assert said(status=2) == usage
+    assert said("train", "--help", "schedule").startswith("[schedule]  How far generation and training may be apart.\n")
+    assert said("--version") == f"rl-async-trainer {importlib.metadata.version('rl-async-trainer')}\n"
+
+
+def test_a_run_that_is_not_there_is_told_from_one_that_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def complaint(*words: str) -> str:
+        assert main(words) == 1
+        return capsys.readouterr().err
+
+    assert complaint("status", "runs/a") == (
+        f"error: no run lives in runs/a that could be asked: there is no such folder (looked in {tmp_path}).\n"
+    )
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    assert "it has no control.json, which rl-async-trainer keeps there while it trains." in complaint(
+        "status", "runs/a"
+    )
+    (run / "control.json").write_text(json.dumps({"socket": str(tmp_path / "socket")}))
+    assert complaint("scale", "runs/a", "--engines", "2") == (
+        "error: no run lives in runs/a that could be asked: its process has ended. Go on with it by train --resume.\n"
+    )

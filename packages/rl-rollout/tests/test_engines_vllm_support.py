@@ -1,0 +1,96 @@
+"""What vLLM supports, checked against a model's config.json and an engine's options; nothing is loaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.errors import EngineError
+from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
+from rl_rollout.engines.vllm.support import VLLMSupport
+
+CPU = VLLMSupport(
+    name="vLLM on cpu",
+    head_sizes={"float32": [32, 64, 80], "bfloat16": [32, 64, 80], "float16": []},
+    block_sizes=[32],
+)
+GPU = VLLMSupport(name="vLLM on cuda", num_devices=2, head_sizes={"float32": [*range(8, 513, 8)]})
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("support", "config", "options", "problems"),
+    [
+        (CPU, {}, {}, []),
+        (CPU, {"head_dim": 16}, {}, ["head_dim must be one of 32, 64, 80 in float32; config.json has 16."]),
+        (CPU, {"hidden_size": 64}, {}, ["head_dim must be one of 32, 64, 80 in float32; config.json has 16."]),
+        (CPU, {"hidden_size": 64, "model_type": "qwen3"}, {}, []),
+        (CPU, {"head_dim": 16, "kv_lora_rank": 512}, {}, []),
+        (CPU, {}, {"dtype": "float16"}, ["dtype must be one of float32, bfloat16; found float16."]),
+        (CPU, {}, {"block_size": 48}, ["block_size must be a multiple of 32; found 48."]),
+        (CPU, {}, {"block_size": 64}, []),
+        (
+            CPU,
+            {},
+            {"tensor_parallel_size": 3},
+            [
+                "tensor_parallel_size must divide num_attention_heads = 4; found 3.",
+                "tensor_parallel_size must divide intermediate_size = 256; found 3.",
+                "tensor_parallel_size must divide num_key_value_heads = 2, or be a multiple; found 3.",
+            ],
+        ),
+        (CPU, {}, {"tensor_parallel_size": 4}, []),
+        (
+            CPU,
+            {},
+            {"max_num_batched_tokens": 8},
+            ["max_num_batched_tokens must be at least max_num_seqs = 512; found 8."],
+        ),
+        # 2 layers of keys and values, 2 heads of 32 float32, 4 blocks of 32 tokens: 65 tokens need 3, vLLM keeps one.
+        (CPU, {}, {"kv_cache_gib": 131072 / 2**30}, []),
+        (
+            CPU,
+            {},
+            {"kv_cache_gib": 131071 / 2**30},
+            ["kv_cache_gib must be at least 0.00012 for one sequence of 64 tokens; found 0.00012."],
+        ),
+        (CPU, {"layer_types": ["full_attention", "sliding_attention"]}, {"kv_cache_gib": 1e-9}, []),
+        (
+            GPU,
+            {"head_dim": 20},
+            {},
+            ["head_dim must be one of 16 or 24, among others, in float32; config.json has 20."],
+        ),
+        (
+            GPU,
+            {},
+            {"tensor_parallel_size": 4},
+            ["tensor_parallel_size must be at most the 2 GPUs that vLLM sees; found 4."],
+        ),
+        (VLLMSupport(name="another vLLM"), {"head_dim": 16}, {"block_size": 7, "dtype": "float16"}, []),
+    ],
+)
+def test_what_is_not_supported_is_told(
+    support: VLLMSupport, config: dict[str, Any], options: dict[str, Any], problems: list[str]
+) -> None:
+    assert list(support.problems(CONFIG | config, VLLMOptions(**options), max_model_len=64)) == problems
+
+
+def test_the_installed_vllm_is_asked(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG | {"head_dim": 64}))
+    VLLMEngine.check(tmp_path, VLLMOptions(max_model_len=64))
+    file.write_text(json.dumps(CONFIG | {"head_dim": 17}))
+    with pytest.raises(
+        EngineError, match=r"vLLM \S+ on \w+ cannot serve .*: head_dim must be one of .*; config.json has 17"
+    ):
+        VLLMEngine.check(tmp_path, VLLMOptions(max_model_len=64))
