@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -65,7 +66,9 @@ async def roll_out(folder: Path) -> list[GroupResult]:
     }
     scorer = RewardScorer(quick(lambda _: 0.0))  # not asked: verifiers scores
     rollout = Rollout(engine, resolve_loop("verifiers", options), scorer=scorer, decode=tokenizer.decode)
-    prompts = [Prompt(uid=f"task-{task}", input_ids=[1], columns={"task": task}) for task in (12, 34, 56)]
+    prompts = [
+        Prompt(uid=f"task-{task}", input_ids=np.ones(1, np.int32), columns={"task": task}) for task in (12, 34, 56)
+    ]
     try:
         return await rollout.run(prompts, num_sessions=2, sampling=SamplingParams(max_tokens=64), seed=0)
     finally:

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rl_core.errors import DataError, ShapeError
-from rl_core.record_fields import record
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -17,7 +16,7 @@ NO_VOTE = -1
 """The vote of a response without a prediction."""
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationResponses:
     """Responses of a validation, in any order; what has [R] may be any sequence, a numpy array too.
 
