@@ -218,3 +218,16 @@ def test_a_trajectory_of_lists_is_one():
     assert TaskSpec(name="train", needs=["reward"]).needs == frozenset({"reward"})
     assert QueueOptions(directory="queue").directory == Path("queue")
     assert Ragged([1, 2, 3], [0, 1, 3])[1].tolist() == [2, 3]
+
+
+def test_a_refusal_shows_no_secret():
+    @settings_record
+    class Server:
+        url: str
+        env: Mapping[str, str] = field(default_factory=dict)
+        api_key: str = ""
+
+    for given in ({"env": {"TOKEN": "sesame-9", "PORT": 1}}, {"api_key": ["sesame-9"]}, {"env": ["sesame-9"]}):
+        with pytest.raises(SettingsError, match="must be") as refused:
+            Server(url="https://me:sesame-9@example.org", **given)
+        assert "sesame-9" not in str(refused.value)

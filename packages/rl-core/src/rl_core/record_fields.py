@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.errors import DataError, SettingsError, ShapeError
+from rl_core.secret_settings import redact_option
 
 __all__ = ["Axes", "record", "record_tuple", "settings_record"]
 
@@ -145,7 +146,7 @@ class _Rules:
                 refused = ShapeError if rule.axes is not None else error
                 more = f", with {reason}" if isinstance(reason, OverflowError) else ""
                 who = _who(made, until=name)
-                raise refused(f"{name} of {who} must be {rule.expected}; found {_seen(value)}{more}.") from reason
+                raise refused(f"{name} of {who} must be {rule.expected}; found {_seen(name, value)}{more}.") from reason
             if fitting is not value:
                 changed.append((name, fitting))
         return changed
@@ -195,16 +196,16 @@ def _who(made: Any, *, until: str) -> str:
         value = getattr(made, name)
         if type(value) not in (str, int) or name == until:
             break
-        said.append(f"{name}={value!r}")
+        said.append(f"{name}={redact_option(name, value)!r}")
     return type(made).__name__ + (f"({', '.join(said)})" if said else "")
 
 
-def _seen(value: Any) -> str:
-    """An array by its dtype and shape, else what it says of itself, cut, and its type."""
+def _seen(name: str, value: Any) -> str:
+    """An array by its dtype and shape, else what it says of itself, cut and without secrets, and its type."""
     try:
         if getattr(value, "shape", ()) and hasattr(value, "dtype"):
             return f"{value.dtype} of shape {list(value.shape)}"
-        text = repr(value)
+        text = repr(redact_option(name, value))
     except Exception:
         text = "something that cannot be shown"
     return f"{text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + '...'} ({type(value).__name__})"
