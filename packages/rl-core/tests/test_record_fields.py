@@ -227,7 +227,7 @@ def test_a_refusal_shows_no_secret():
         env: Mapping[str, str] = field(default_factory=dict)
         api_key: str = ""
 
-    for given in ({"env": {"TOKEN": "sesame-9", "PORT": 1}}, {"api_key": ["sesame-9"]}, {"env": ["sesame-9"]}):
+    for broken in ({"env": {"TOKEN": "sesame-9", "PORT": 1}}, {"api_key": ["sesame-9"]}, {"env": ["sesame-9"]}):
         with pytest.raises(SettingsError, match="must be") as refused:
-            Server(url="https://me:sesame-9@example.org", **given)
+            Server(url="https://me:sesame-9@example.org", **broken)
         assert "sesame-9" not in str(refused.value)
