@@ -26,6 +26,7 @@ from tooling.environments import (
     TOOLS,
     TRANSFERQUEUE,
     TRL,
+    VERIFIERS,
     VERL,
     chromium,
     ensure,
@@ -262,6 +263,12 @@ def peer_variables(session: nox.Session, name: str) -> dict[str, str]:
 
 
 @nox.session
+def verifiers(session: nox.Session) -> None:
+    """Run examples/verifiers; the library verifiers does not fit beside vLLM, and has an environment of its own."""
+    session.run(ensure(session, VERIFIERS), "examples/verifiers/run.py")
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Run the long fault and fuzz tests: `nox -s soak -- transfer --seed 7`; the seed is printed when none is given."""
     parser = argparse.ArgumentParser(prog="nox -s soak --")
@@ -322,7 +329,7 @@ def lock(session: nox.Session) -> None:
     """Renew locks/*.txt from locks/*.in: `nox -s lock -- cpu`; all when none is named."""
     tools = ensure(session, TOOLS)
     left_out = {line.split(";")[0].strip() for line in (ROOT / "locks/overrides.txt").read_text().splitlines()}
-    for name in session.posargs or ("cpu", "dev", "trl", "transferqueue", "verl"):
+    for name in session.posargs or ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers"):
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
             resolve = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--report", str(report)]

@@ -123,6 +123,17 @@ VERL = Environment(
     inputs=("locks/verl.txt",),
 )
 
+VERIFIERS = Environment(
+    name="verifiers",
+    cost="0.1 GB to download, 0.5 GB on disk, about a minute",
+    steps=(
+        ("--no-deps", "-r", "locks/verifiers.txt"),
+        ("-c", "locks/dev.txt", *BACKEND),
+        ("--no-deps", *editable("rl-core", "rl-rollout")),
+    ),
+    inputs=("locks/verifiers.txt", "locks/dev.txt"),
+)
+
 
 def unit_environment(package: str) -> Environment:
     """A package with what it declares and the test runner, nothing else; versions from the lock."""

@@ -53,7 +53,7 @@ def test_roles_live_where_they_were_placed(kind):
 
 
 def test_an_unknown_kind_is_refused():
-    with pytest.raises(SettingsError, match="inline, process or ray; found 'local'"):
+    with pytest.raises(SettingsError, match="one of 'inline', 'process', 'ray'; found 'local'"):
         ClusterOptions(kind="local")
 
 

@@ -81,7 +81,7 @@ def test_amounts_in_words():
         ({"cpus": float("inf")}, "0 or more CPUs and GPUs; found inf and 0"),
         ({"gpus": float("inf")}, "0 or more CPUs and GPUs; found 0 and inf"),
         ({"gpus": 1.5}, "whole number of GPUs, or for a part of one; found 1.5"),
-        ({"strategy": "near"}, "pack, spread, strict_pack or strict_spread; found 'near'"),
+        ({"strategy": "near"}, "'strict_spread'; found 'near'"),
     ],
 )
 def test_impossible_pools_are_refused(change, message):

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from rl_core import Batch, InProcessQueue, Prompt, QueueOptions, Ragged, RowKey, SharedMemoryQueue, TaskSpec
+from rl_core import Batch, InProcessQueue, QueueOptions, Ragged, RowKey, SharedMemoryQueue, TaskSpec
 from rl_core.data.columns import COLUMNS, ColumnSpec, declare_column
 from rl_core.errors import DataError, DeadlineError, JournalError, RLError, ShapeError
 from rl_core.queue.messages import encode_frame
@@ -60,22 +60,13 @@ def test_reasons_may_be_any_text(queue):
 
 
 @pytest.mark.parametrize(
-    "input_ids", [np.array([1.5, 2.0]), np.array([1, 2**40]), np.array([[1, 2]], np.int32), np.array(["a"])]
-)
-def test_prompts_that_cannot_travel_are_refused_when_issued(queue, input_ids):
-    with pytest.raises(DataError, match=r"input_ids of prompt 'x' must be \[P\] int32"):
-        queue.issue([Prompt(uid="x", input_ids=input_ids)], num_sessions=1)
-    assert [entry.prompt_uid for entry in queue.ledger()] == ["p0"]
-
-
-@pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"input_ids": np.array([1, 2, 3, 4, 2**40 + 7])}, "input_ids of trajectory 0 must have dtype int32"),
-        ({"input_ids": np.array([1.5, 2, 3, 4, 5])}, "values of another kind"),
+        ({"input_ids": np.array([1, 2, 3, 4, 2**40 + 7])}, r"input_ids of Trajectory\(.*\) must be \[T\] int32"),
+        ({"input_ids": np.array([1.5, 2, 3, 4, 5])}, "must be .* int32"),
         ({"policy_versions": np.array([-1, -1, 0, 0, 2**40])}, "policy_versions"),
-        ({"loss_mask": np.array([0, 0, 1, 1, 1])}, "loss_mask"),
-        ({"extras": [1, 2]}, "must be a JSON object"),
+        ({"loss_mask": np.array([0, 0, 1, 1, 2])}, "loss_mask"),
+        ({"extras": [1, 2]}, "extras of .* must be a mapping"),
         ({"output_index": -1}, "below 0"),
     ],
 )

@@ -27,7 +27,9 @@ def test_a_trajectory_without_sampled_tokens_is_all_prompt():
 @pytest.mark.parametrize("name", ["loss_mask", "rollout_logprobs", "policy_versions"])
 def test_token_arrays_of_another_length_are_refused(name):
     array = getattr(make_trajectory("p7", 3, 2), name)
-    with pytest.raises(ShapeError, match=rf"{name} of trajectory p7/3/2 .* is \[5\], {name} is \[4\]"):
+    with pytest.raises(
+        ShapeError, match=rf"{name} of Trajectory\(.*session_index=3, .*\) must .* T = 5, as input_ids has; found \[4\]"
+    ):
         make_trajectory("p7", 3, 2, **{name: array[:-1]})
 
 

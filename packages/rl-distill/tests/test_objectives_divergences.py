@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, NotReadyError, SettingsError, ShapeError
+from rl_distill.learner import MicroBatch
+from rl_distill.objectives import DistillationObjectiveOptions, distillation_objective
 from rl_distill.objectives.chunked_head import chunked_head_divergence
 from rl_distill.objectives.divergences import DivergenceOptions, divergence_terms
-from rl_distill.objectives.logit_divergence import LogitDivergence, TeacherTokens
+from rl_distill.objectives.logit_divergence import LogitDivergence, TeacherTokens, teacher_tokens
 from rl_distill.objectives.vocabulary_parts import VocabularyPart, likeliest
 
 GOLDEN_DIR = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "tests" / "golden"))
@@ -331,3 +333,54 @@ def test_what_a_divergence_needs_is_asked_for() -> None:
 def test_impossible_options_are_refused_by_name(options: dict[str, object], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         DivergenceOptions(**options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_top_k_without_the_sampled_token_is_refused_or_given_apart(kind: str) -> None:
+    whole = teacher_of(random_logits(6, seed=1), k=4)
+    student, options = random_logits(6, seed=2), DivergenceOptions(kind=kind)
+    expected = divergence(options)(student, whole).losses
+    top = {"ids": whole.ids[:, 1:], "logprobs": whole.logprobs[:, 1:]}
+    with pytest.raises(DataError, match=r"first column .* must be the sampled token's.*TeacherTokens\.from_top_k"):
+        divergence(options)(student, TeacherTokens(**top, index=whole.index))
+    sampled = (whole.ids[:, 0], whole.logprobs[:, 0])
+    for apart in (None, sampled):
+        given = TeacherTokens.from_top_k(**top, sampled=apart)
+        torch.testing.assert_close(divergence(options)(student, given).losses, expected, rtol=0, atol=0)
+    assert torch.equal(TeacherTokens.from_top_k(**top, sampled=sampled).ids, whole.ids)
+
+
+def test_a_head_that_knows_the_tokens_refuses_the_teachers_words_on_others() -> None:
+    teacher = teacher_of(random_logits(6, seed=1), k=4)
+    given = {"weights": torch.ones(6, dtype=torch.float64), "divergence": divergence(DivergenceOptions())}
+    hidden, head = random_logits(6, seed=2), torch.eye(V, dtype=torch.float64)
+    found = chunked_head_divergence(hidden, head, teacher=teacher, targets=teacher.ids[:, 0], **given)
+    assert found.logprobs is not None
+    with pytest.raises(DataError, match=r"found id 0 at token 0, which is 1, and 6 such tokens"):
+        chunked_head_divergence(hidden, head, teacher=teacher, targets=teacher.ids[:, 0] + 1, **given)
+
+
+def test_columns_of_a_batch_need_the_sampled_token_first() -> None:
+    teacher = teacher_of(random_logits(6, seed=1), k=4)
+    columns = {
+        "loss_mask": torch.ones(6, dtype=torch.bool),
+        "loss_weights": torch.ones(6),
+        "teacher_logprobs": teacher.logprobs,
+        "teacher_ids": teacher.ids,
+        "teacher_index": teacher.index,
+    }
+
+    def micro(**changed: torch.Tensor) -> MicroBatch:
+        positions = torch.arange(6)
+        return MicroBatch(
+            input_ids=teacher.ids[:, 0], position_ids=positions, offsets=torch.tensor([0, 6]), columns=columns | changed
+        )
+
+    alone = {"teacher_ids": teacher.ids[:, 1:], "teacher_logprobs": teacher.logprobs[:, 1:]}
+    assert len(teacher_tokens(micro())) == 6
+    with pytest.raises(DataError, match=r"must be the sampled token, with the K likeliest behind it"):
+        teacher_tokens(micro(**alone))
+    k1 = distillation_objective(DistillationObjectiveOptions(loss="k1"))
+    k1(torch.full((6,), -1.0), None, micro())
+    with pytest.raises(DataError, match=r"must be the sampled token, with the K likeliest behind it"):
+        k1(torch.full((6,), -1.0), None, micro(**alone))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import SettingsError, ShapeError
-from rl_distill.objectives import PolicyTokens
+from rl_distill.objectives import AGGREGATIONS, PolicyTokens, aggregate, compute_policy_loss
 from rl_distill.objectives.policy_loss import ppo_clip
 
 
@@ -132,3 +132,82 @@ def test_loss_is_never_below_the_unclipped_one_but_for_dual_clip(ratio, advantag
     found = float(ppo_clip(tokens_of([ratio], [advantage])).losses)
     assert found >= min(-advantage * ratio, 3 * abs(advantage)) - 1e-9
     assert found <= 3 * abs(advantage) + 1e-9
+
+
+def padded(*, requires_grad=True):
+    generator = torch.Generator().manual_seed(0)
+    logprobs, old = (-torch.rand(3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1], [1, 0, 0, 0]])
+    advantages = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+    return logprobs.requires_grad_(requires_grad), old, mask, advantages
+
+
+def by_hand(name, losses, mask):
+    """As TRL and verl write them."""
+    rows = (losses * mask).sum(-1)
+    return {
+        "token-mean": rows.sum() / mask.sum(),
+        "seq-mean-token-sum": rows.mean(),
+        "seq-mean-token-mean": (rows / mask.sum(-1)).mean(),
+        "seq-mean-token-sum-norm": (rows / 4).mean(),
+    }[name]
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS.names())
+def test_padded_rows_give_the_loss_and_gradient_of_the_formula(name):
+    logprobs, old, mask, advantages = padded()
+    horizon = 4 if name == "seq-mean-token-sum-norm" else None
+    tokens = PolicyTokens.from_padded(logprobs, mask, advantages=advantages, old_logprobs=old)
+    loss, metrics = compute_policy_loss(tokens, "ppo_clip", aggregation=name, horizon=horizon, clip_low=0.1)
+    (grad,) = torch.autograd.grad(loss, logprobs)
+    ratio, of_token = (logprobs - old).exp(), advantages[:, None]
+    expected = by_hand(name, torch.maximum(-of_token * ratio, -of_token * ratio.clamp(0.9, 1.2)), mask)
+    (expected_grad,) = torch.autograd.grad(expected, logprobs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert torch.allclose(grad, expected_grad, rtol=1e-6)
+    clipped = ((ratio > 1.2) & (of_token > 0)) | ((ratio < 0.9) & (of_token < 0))
+    assert metrics["actor/pg_clipfrac"].item() == pytest.approx(((clipped * mask).sum() / mask.sum()).item())
+    values = aggregate(logprobs, mask, aggregation=name, horizon=horizon)
+    assert values.item() == pytest.approx(by_hand(name, logprobs, mask).item(), rel=1e-6)
+
+
+def test_what_is_padded_counts_for_nothing_and_old_logprobs_may_be_left_out():
+    logprobs, _, mask, advantages = padded(requires_grad=False)
+    broken = torch.where(mask > 0, logprobs, torch.nan).requires_grad_()
+    tokens = PolicyTokens.from_padded(broken, mask > 0, advantages=advantages)
+    loss, metrics = compute_policy_loss(tokens)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert (broken.grad[mask == 0] == 0).all()
+    assert metrics["actor/ppo_kl"] == 0
+    by_token = PolicyTokens.from_padded(broken, mask, advantages=advantages[:, None].expand(3, 4))
+    assert compute_policy_loss(by_token)[0] == loss
+
+
+def test_tokens_that_a_loss_treats_apart_are_selected_by_itself():
+    logprobs, old, mask, advantages = padded()
+    tokens = PolicyTokens.from_padded(logprobs, mask, advantages=advantages, old_logprobs=old)
+    loss, _ = compute_policy_loss(tokens, "clip_cov", share=1.0, low=-9.0, high=9.0)
+    loss.backward()
+    assert (logprobs.grad == 0).all()  # every token was selected, and has no gradient
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"old_logprobs": torch.zeros(3, 5)},
+            r"old_logprobs must have shape \[B, T\], as policy_logprobs has; found \[3, 5\]",
+        ),
+        ({"advantages": torch.zeros(2)}, r"advantages must have shape"),
+        ({"loss_mask": torch.ones(3, 4)}, "loss_mask must have dtype torch.bool; found torch.float32"),
+        ({"policy_logprobs": torch.zeros(12), "loss_mask": torch.ones(12, dtype=torch.bool)}, r"\[B, T\]"),
+    ],
+)
+def test_what_is_not_padded_alike_is_refused(change, said):
+    logprobs, old, mask, advantages = padded()
+    given = {"policy_logprobs": logprobs, "loss_mask": mask, "advantages": advantages, "old_logprobs": old} | change
+    with pytest.raises(ShapeError, match=said):
+        PolicyTokens.from_padded(**given)
+    with pytest.raises(SettingsError, match=r"unknown aggregation.*token-mean"):
+        aggregate(old, mask, aggregation="mean-token")

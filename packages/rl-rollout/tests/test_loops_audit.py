@@ -173,20 +173,6 @@ def test_sessions_may_share_what_was_sampled_once():
     audit_session([other], SPANS, group=[TRAJECTORY, other])
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "message"),
-    [
-        ("input_ids", np.float32, "input_ids of dtype float32 .*; expected a NumPy array of integers"),
-        ("loss_mask", np.int32, "loss_mask of dtype int32 .*; expected a NumPy array of booleans"),
-        ("rollout_logprobs", np.int32, "rollout_logprobs of dtype int32 .* floats"),
-        ("policy_versions", np.float64, "policy_versions of dtype float64 .* integers"),
-    ],
-)
-def test_columns_of_another_kind_are_refused(name, dtype, message):
-    with pytest.raises(DataError, match=message):
-        audit_trajectory(replace(TRAJECTORY, **{name: getattr(TRAJECTORY, name).astype(dtype)}), SPANS)
-
-
 def test_nothing_trained_passes_without_requests():
     nothing = Trajectory(
         prompt_uid="p",

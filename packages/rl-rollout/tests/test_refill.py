@@ -65,8 +65,8 @@ def test_groups_without_spread_are_replaced() -> None:
     assert uids(found.groups) == ["a", "d", "e"]
     assert asked == [3, 2]
     assert [(one.prompt.uid, reason) for one, reason in found.refused] == [
-        ("b", "every session has the reward 1"),
-        ("c", "every session has the reward 0"),
+        ("b", "every session has the reward 1.0"),
+        ("c", "every session has the reward 0.0"),
     ]
     assert (found.num_rounds, found.num_made_up) == (2, 0)
 
@@ -87,7 +87,7 @@ def test_a_group_whose_sessions_all_failed_is_replaced_too() -> None:
 
 
 def test_failed_sessions_do_not_count_for_the_spread() -> None:
-    assert reward_spread(group("a", 1, None, 1)) == "every session has the reward 1"
+    assert reward_spread(group("a", 1, None, 1)) == "every session has the reward 1.0"
     assert reward_spread(group("a", 1, None, 0)) is None
     assert reward_spread(group("a", None)) == "no session can train"
 
@@ -95,7 +95,7 @@ def test_failed_sessions_do_not_count_for_the_spread() -> None:
 def test_a_reward_that_is_no_number_is_no_spread() -> None:
     nan, inf = float("nan"), float("inf")
     assert reward_spread(group("a", nan, nan)) == "no session can train"
-    assert reward_spread(group("a", 1, nan, inf)) == "every session has the reward 1"
+    assert reward_spread(group("a", 1, nan, inf)) == "every session has the reward 1.0"
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0, None]), min_size=1, max_size=3), max_size=30), st.data())

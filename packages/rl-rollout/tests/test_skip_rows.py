@@ -137,18 +137,9 @@ def test_what_would_not_come_back_is_refused_as_it_is_stored(tmp_path):
         (with_row(session_index=1), r"named \('p0', 1, 0\) .*; expected \('p0', 0, 0\)"),
         (with_row(output_index=1), "expected .*Name each by its place"),
         (with_row(prompt_uid="other"), "named .'other'"),
-        (with_row(finish_reason="tired"), "finish_reason .*must be one of stop, length, abort; found 'tired'"),
-        (with_row(input_ids=row.input_ids.astype(np.int64)), "must have dtype int32 to be stored; found int64"),
         (with_row(extras={"a": object()}), "sessions of prompt 'p0' cannot be stored: it must be JSON"),
-        (with_row(reward="much"), "of prompt 'p0' cannot be stored"),
-        (with_row(reward_components={"a": "b"}), "of prompt 'p0' cannot be stored"),
         (with_prompt(ground_truth={1, 2}), "ground_truth of prompt 'p0' cannot be stored"),
         (with_prompt(columns={"image": b"png"}), "columns of prompt 'p0' cannot be stored.*Leave it out"),
-        (with_prompt(columns={1: "a"}), "of prompt 'p0' cannot be stored"),
-        (
-            with_prompt(input_ids=group.prompt.input_ids[None]),
-            r"must be int32 \[P\] to be stored; found int32 \[1, 4\]",
-        ),
     ]
     for broken, message in cases:
         with pytest.raises(CacheError, match=message):
@@ -161,12 +152,8 @@ def test_a_failed_session_with_trajectories_that_cannot_be_stored_keeps_its_fail
     (first, second) = group.trajectories
     reward_less = replace(second, reward=None)
     odd = [
-        {"input_ids": second.input_ids.astype(np.int64)},
         {"session_index": 7},
-        {"finish_reason": "tired"},
-        {"timings": None},
         {"extras": {"a": object()}},
-        {"reward_components": {"a": "b"}},
     ]
     for changes in odd:
         failed = SessionResult(trajectories=(replace(reward_less, **changes),), failure="loop gave nonsense")

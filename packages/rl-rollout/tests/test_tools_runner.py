@@ -250,7 +250,7 @@ def test_a_function_that_raises_what_ends_threads_is_an_error_of_the_tool(error,
 def test_impossible_options_are_refused(options):
     with pytest.raises(SettingsError, match="tool calls need timeout_s > 0"):
         CallOptions(**options)
-    with pytest.raises(SettingsError, match="on_large_result must be"):
+    with pytest.raises(SettingsError, match="on_large_result of CallOptions must be"):
         CallOptions(on_large_result="drop")
 
 

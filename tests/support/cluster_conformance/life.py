@@ -36,7 +36,7 @@ class StartChecks(ClusterChecks):
             self.with_cluster(lambda cluster: cluster.start_group(echo(), size=0, deadline_s=START_S))
 
     def test_impossible_policies_are_refused(self) -> None:
-        with refuses(SettingsError, "role or group", "'node'"):
+        with refuses(SettingsError, "'role', 'group'", "'node'"):
             RestartPolicy(scope="node")  # type: ignore[arg-type]
         with refuses(SettingsError, "max_restarts", "-1"):
             RestartPolicy(max_restarts=-1)

@@ -1,13 +1,14 @@
 """What every learner does: logprobs, optimizer steps, weights, checkpoints."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from rl_core.data import Batch, Ragged
+from rl_core.record_fields import record
 from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.options import LearnerOptions
 
@@ -18,7 +19,7 @@ MetricSums = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 metric whose name ends in `_min` or `_max` the pair (extreme, number of values); the extreme of all counts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class MicroBatch:
     """Whole trajectories packed end to end; everything is on the learner's device.
 
@@ -45,7 +46,7 @@ ValueLoss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, MetricSums]
 """(values [T], micro-batch) -> (loss, metric sums), as an `Objective` of a critic."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StepResult:
     """What one optimizer step did.
 

@@ -14,6 +14,7 @@ from rl_core import Batch, TransferQueue
 from rl_core.cluster import RoleReport, RoleView, Wait, process_report
 from rl_core.data import IntArray, Json
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError
+from rl_core.record_fields import settings_record
 from rl_core.weights import Canary, TensorTransport, WeightTransport, WeightUpdate
 from rl_distill.checkpoints.store import CheckpointStore, Saved
 from rl_distill.learners import Learners
@@ -44,7 +45,7 @@ class PackedWeights:
     is_live: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class LearnerHostOptions:
     """How a learner host works.
 

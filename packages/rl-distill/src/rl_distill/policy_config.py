@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.files import read_json_object, shown
+from rl_core.record_fields import settings_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ class Llama3RopeScaling:
     original_max_position_embeddings: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class MixtureConfig:
     """The mixtures of experts of a policy.
 
@@ -94,7 +95,7 @@ class MixtureConfig:
     layers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class PolicyConfig:
     """Shape of a decoder.
 

@@ -8,18 +8,11 @@ import numpy as np
 
 from rl_core.data import NO_VERSION, BoolArray, FloatArray, IntArray, Trajectory
 from rl_core.errors import DataError, SettingsError
+from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
 
-COLUMN_KINDS = (
-    ("input_ids", "iu", "integers"),
-    ("loss_mask", "b", "booleans"),
-    ("rollout_logprobs", "f", "floats"),
-    ("policy_versions", "iu", "integers"),
-)
-"""Each token column, its kinds of dtype as NumPy names them, and the same in words."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class AuditOptions:
     """How many sessions are audited.
 
@@ -120,19 +113,6 @@ def audit_session(
         _check_once(trajectory, earlier=trajectories[:index], spans=spans, group=group or trajectories)
 
 
-def check_dtypes(trajectory: Trajectory) -> None:
-    """Refuse token columns that are something else than a Trajectory says.
-
-    Raises:
-        DataError: A column is no NumPy array, or not of integers, booleans or floats as it must be.
-    """
-    for name, kinds, words in COLUMN_KINDS:
-        column = getattr(trajectory, name)
-        if not isinstance(column, np.ndarray) or column.dtype.kind not in kinds:
-            found = getattr(column, "dtype", "none")
-            raise DataError(f"{name} of dtype {found} ({type(column).__name__}); expected a NumPy array of {words}.")
-
-
 def audit_trajectory(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> None:
     """Prove that each trained token was sampled, after exactly the tokens that stand before it.
 
@@ -146,9 +126,8 @@ def audit_trajectory(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> No
         spans: What the engine gave to the prompt's sessions, in any order.
 
     Raises:
-        DataError: A token breaks this, and the message names its position; or a column has another dtype.
+        DataError: A token breaks this, and the message names its position.
     """
-    check_dtypes(trajectory)
     mask = trajectory.loss_mask
     untouched = (trajectory.rollout_logprobs == 0) & (trajectory.policy_versions == NO_VERSION)
     for position in np.flatnonzero(~mask & ~untouched)[:1]:

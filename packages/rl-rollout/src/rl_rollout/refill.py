@@ -1,15 +1,15 @@
 """Dynamic sampling: groups that teach nothing are replaced by groups of other prompts, a bounded number of times."""
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from rl_core.data import Prompt
 from rl_core.errors import DataError, SettingsError
+from rl_core.record_fields import record, settings_record
 from rl_rollout.filters import GroupFilter
 from rl_rollout.rollout import GroupResult
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class RefillOptions:
     """Whether and how groups are replaced.
 
@@ -29,7 +29,7 @@ class RefillOptions:
             yield f"max_rounds must be at least 1; found {self.max_rounds}."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Refilled:
     """What came of all rounds.
 

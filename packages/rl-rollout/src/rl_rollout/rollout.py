@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import structlog
 
 from rl_core.data import IntArray, Json, Prompt, Trajectory
 from rl_core.errors import DataError, RolloutError, SettingsError
+from rl_core.record_fields import record, settings_record
 from rl_rollout.audit import AuditOptions, RecordingEngine, audit_session
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.loops.outcomes import check_sessions
@@ -22,7 +23,7 @@ from rl_rollout.user_errors import ends_the_run
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GroupResult:
     """What became of all sessions of one prompt.
 
@@ -55,7 +56,7 @@ OnGroup = Callable[[GroupResult], Awaitable[None] | None]
 """Called with each group as its last session settles, in the order of settling."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class RolloutOptions:
     """How groups are run.
 

@@ -22,8 +22,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rl_core.record_fields import settings_record
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@settings_record
 class ScheduleOptions:
     """What the schedule depends on.
 

@@ -116,7 +116,7 @@ def open_cluster(options: ClusterOptions | None = None) -> Cluster:
 
     Raises:
         MissingExtraError: Ray is asked for, and not installed.
-        SettingsError: Ray was imported before it could be told to authenticate, or a token is missing.
+        SettingsError: RAY_AUTH_MODE turns authentication off, or a token is missing.
     """
     options = options or ClusterOptions()
     if options.kind != "ray":

@@ -2,19 +2,20 @@
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.cluster.ray.session import RayOptions
 from rl_core.errors import SettingsError
+from rl_core.record_fields import settings_record
 
 Kind = Literal["inline", "process", "ray"]
 Strategy = Literal["pack", "spread", "strict_pack", "strict_spread"]
 RestartHook = Callable[[Sequence[Any]], Awaitable[None] | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class ClusterOptions:
     """Where roles run.
 
@@ -36,13 +37,11 @@ class ClusterOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
-        if self.kind not in ("inline", "process", "ray"):
-            raise SettingsError(f"a cluster's kind is inline, process or ray; found {self.kind!r}.")
         if self.close_deadline_s < 0:
             raise SettingsError(f"close_deadline_s must be 0 or more; found {self.close_deadline_s:g}.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class ResourcePool:
     """CPUs and GPUs that are set aside in equal slots; roles that name the same pool share it.
 
@@ -68,15 +67,10 @@ class ResourcePool:
         """Refuse what no machine has."""
         if self.size < 1:
             raise SettingsError(f"pool {self.name!r} must have a size of 1 or more; found {self.size}.")
-        if self.strategy not in ("pack", "spread", "strict_pack", "strict_spread"):
-            raise SettingsError(
-                f"the strategy of pool {self.name!r} is pack, spread, strict_pack or strict_spread; "
-                f"found {self.strategy!r}."
-            )
         check_amounts(f"pool {self.name!r}", self.cpus, self.gpus)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class RestartPolicy:
     """Whether a role that died is started again, also where its process dies before its object is made.
 
@@ -97,8 +91,6 @@ class RestartPolicy:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
-        if self.scope not in ("role", "group"):
-            raise SettingsError(f"the scope of a restart is role or group; found {self.scope!r}.")
         if self.max_restarts < 0 or self.backoff_s < 0:
             raise SettingsError(
                 f"max_restarts and backoff_s must be 0 or more; found {self.max_restarts} and {self.backoff_s:g}."

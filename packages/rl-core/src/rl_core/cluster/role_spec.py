@@ -3,14 +3,15 @@
 import importlib
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from rl_core.cluster.options import RestartPolicy, check_amounts
 from rl_core.errors import SettingsError
+from rl_core.record_fields import record, settings_record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class RoleSpec:
     """How to make one role.
 
@@ -44,7 +45,7 @@ class RoleSpec:
         return f"{self.name}[{self.rank}]"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RoleContext:
     """What a role knows about its place among its equals.
 

@@ -71,7 +71,10 @@ class Batch:
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> "Batch":
         """Columns of trajectories, in their order; a missing reward becomes NaN."""
         token_columns = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
-        values = {name: _join([getattr(t, name) for t in trajectories], name) for name in token_columns}
+        values = {
+            name: np.concatenate([np.empty(0, dtype=column_dtype(name)), *(getattr(t, name) for t in trajectories)])
+            for name in token_columns
+        }
         offsets = offsets_of([len(t.input_ids) for t in trajectories])
         columns: dict[str, Column] = {**Ragged.aligned(values, offsets)}
         rewards = [np.nan if t.reward is None else t.reward for t in trajectories]
@@ -224,23 +227,6 @@ def _as_slice(indices: NDArray[np.int64]) -> slice | NDArray[np.int64]:
     return indices
 
 
-def _join(rows: Sequence[Array], name: str) -> Array:
-    dtype = column_dtype(name)
-    for index, row in enumerate(rows):
-        if row.dtype != dtype:
-            _check_fits(row, name, dtype, index)
-    return np.concatenate(rows, dtype=dtype, casting="unsafe") if rows else np.empty(0, dtype=dtype)
-
-
-def _check_fits(row: Array, name: str, dtype: np.dtype[np.generic], index: int) -> None:
-    """Refuse values that would change: of another kind, or too large."""
-    is_kind = np.can_cast(row.dtype, dtype, casting="same_kind")
-    is_changed = is_kind and dtype.kind in "iu" and not np.array_equal(row, row.astype(dtype))
-    if not is_kind or is_changed:
-        values = "values that do not fit" if is_changed else "values of another kind"
-        raise ShapeError(f"{name} of trajectory {index} must have dtype {dtype}; found {row.dtype} with {values}.")
-
-
 def check_column(name: str, column: Column, *, num_rows: int) -> None:
     """Refuse a column that is not as its table entry says.
 
@@ -249,8 +235,9 @@ def check_column(name: str, column: Column, *, num_rows: int) -> None:
         ShapeError: Wrong kind, dtype or number of rows.
     """
     spec = column_spec(name)
-    if spec.is_ragged != isinstance(column, Ragged):
-        raise ShapeError(f"column {name!r} must be {'ragged' if spec.is_ragged else 'dense'}; it is not.")
+    if not isinstance(column, Ragged if spec.is_ragged else np.ndarray):
+        kind = "ragged, a Ragged" if spec.is_ragged else "dense, a numpy array"
+        raise ShapeError(f"column {name!r} must be {kind} of {spec.dtype}; found {type(column).__name__}.")
     if column.dtype != np.dtype(spec.dtype):
         raise ShapeError(f"column {name!r} must have dtype {spec.dtype}; found {column.dtype}.")
     if len(column) != num_rows:

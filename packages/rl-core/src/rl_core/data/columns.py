@@ -5,14 +5,13 @@ token t was sampled by the policy and trains; `*_logprobs[t]` is the natural-log
 given the tokens before it, and 0 where `loss_mask` is False.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from rl_core.errors import DataError, UnknownColumnError
+from rl_core.record_fields import record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ColumnSpec:
     """What a column holds.
 

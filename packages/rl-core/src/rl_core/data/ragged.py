@@ -43,6 +43,8 @@ class Ragged:
         Raises:
             ShapeError: The offsets do not start at 0, fall somewhere, or do not end at len(values).
         """
+        values = np.asarray(values)
+        offsets = offsets if isinstance(offsets, np.ndarray) else np.asarray(offsets, dtype=np.int64)
         if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(values):
             raise ShapeError(
                 f"offsets must run from 0 to len(values) = {len(values)}; found shape {list(offsets.shape)}"

@@ -1,13 +1,13 @@
 """The records of a rollout: prompts, trajectories, groups."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.errors import ShapeError
+from rl_core.record_fields import Axes, record
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -22,7 +22,7 @@ NO_VERSION = -1
 """policy_versions of a token that no policy sampled (prompt, tool output)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Prompt:
     """One problem given to the policy.
 
@@ -36,14 +36,14 @@ class Prompt:
     """
 
     uid: str
-    input_ids: IntArray
+    input_ids: Annotated[IntArray, Axes("P")]
     messages: tuple[Mapping[str, Json], ...] = ()
     data_source: str = "default"
     ground_truth: Json = None
     columns: Mapping[str, Json] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Timings:
     """Seconds that a session took, and how often its requests were preempted.
 
@@ -57,7 +57,7 @@ class Timings:
     preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Trajectory:
     """One token sequence that trains.
 
@@ -79,26 +79,15 @@ class Trajectory:
     prompt_uid: str
     session_index: int
     output_index: int = 0
-    input_ids: IntArray
-    loss_mask: BoolArray
-    rollout_logprobs: FloatArray
-    policy_versions: IntArray
+    input_ids: Annotated[IntArray, Axes("T")]
+    loss_mask: Annotated[BoolArray, Axes("T")]
+    rollout_logprobs: Annotated[FloatArray, Axes("T")]
+    policy_versions: Annotated[IntArray, Axes("T")]
     finish_reason: FinishReason = "stop"
     reward: float | None = None
     reward_components: Mapping[str, float] = field(default_factory=dict)
     timings: Timings = Timings()
     extras: Mapping[str, Json] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Check that the four token arrays are 1-D and equally long."""
-        shape = self.input_ids.shape
-        for name in ("loss_mask", "rollout_logprobs", "policy_versions"):
-            found = getattr(self, name).shape
-            if len(shape) != 1 or found != shape:
-                raise ShapeError(
-                    f"{name} of trajectory {self.prompt_uid}/{self.session_index}/{self.output_index} must have "
-                    f"input_ids' shape [T]; input_ids is {list(shape)}, {name} is {list(found)}."
-                )
 
     @property
     def num_prompt_tokens(self) -> int:

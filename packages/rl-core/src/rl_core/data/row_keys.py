@@ -8,10 +8,12 @@ from numpy.typing import NDArray
 
 from rl_core.data.ragged import Index
 from rl_core.errors import DataError
+from rl_core.record_fields import record_tuple
 
 Int32s = NDArray[np.int32]
 
 
+@record_tuple
 class RowKey(NamedTuple):
     """Identity of a row: which output of which session of which prompt."""
 
@@ -41,10 +43,16 @@ class RowKeys(Sequence[RowKey]):
         """Keys of any sequence.
 
         Raises:
-            DataError: An index does not fit in 32 bits.
+            DataError: One is no key, or an index does not fit in 32 bits.
         """
         if isinstance(keys, RowKeys):
             return keys
+        try:
+            keys = [key if type(key) is RowKey else RowKey(*key) for key in keys]
+        except TypeError as error:
+            raise DataError(
+                f"keys of rows must be RowKey(prompt_uid, session_index, output_index): {error}."
+            ) from error
         numbers: dict[str, int] = {}
         prompts = np.asarray([numbers.setdefault(uid, len(numbers)) for uid, _, _ in keys], dtype=np.int32)
         try:
@@ -82,7 +90,7 @@ class RowKeys(Sequence[RowKey]):
 
     def __iter__(self) -> Iterator[RowKey]:
         uids = map(self.uids.__getitem__, self.prompts.tolist())
-        return map(RowKey, uids, self.sessions.tolist(), self.outputs.tolist())
+        return map(RowKey._make, zip(uids, self.sessions.tolist(), self.outputs.tolist(), strict=True))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Sequence) and not isinstance(other, str):

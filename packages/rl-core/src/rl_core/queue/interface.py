@@ -1,12 +1,12 @@
 """What goes into a transfer queue and comes out of it: tasks, options, leases, claims, and the ledger's lines."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from rl_core.data.batch import Batch
 from rl_core.data.records import Prompt
+from rl_core.record_fields import record, settings_record
 
 DEFAULT_DEADLINE_S = 1800.0
 DEFAULT_LEASE_S = 3600.0
@@ -14,7 +14,7 @@ DEFAULT_LEASE_S = 3600.0
 PromptState = Literal["issued", "settled", "done", "dropped"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class TaskSpec:
     """A kind of work on rows.
 
@@ -35,7 +35,7 @@ class TaskSpec:
     max_staleness: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class QueueOptions:
     """What every backend can be told.
 
@@ -52,7 +52,7 @@ class QueueOptions:
     directory: Path | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Lease:
     """Groups handed to one consumer until it acks, releases, or the time runs out.
 
@@ -71,7 +71,7 @@ class Lease:
     expires_at: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Claim:
     """Prompts handed to one producer until all their sessions are settled, or the time runs out.
 
@@ -91,7 +91,7 @@ class Claim:
 AnyLease = TypeVar("AnyLease", Lease, Claim)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Unsettled:
     """A prompt whose sessions are not all settled: issued without result, or issued again.
 
@@ -110,7 +110,7 @@ class Unsettled:
     is_claimed: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class LedgerEntry:
     """Where one prompt stands.
 

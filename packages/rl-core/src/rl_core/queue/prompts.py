@@ -19,21 +19,15 @@ class _Encoded(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def check_prompt(prompt: Prompt) -> None:
-    """Refuse a prompt whose uid or tokens cannot travel.
+    """Refuse a prompt whose uid cannot travel.
 
     Raises:
-        DataError: Its uid is no text, or its tokens are not [P] integers that fit int32.
+        DataError: Its uid is no text that UTF-8 can hold.
     """
     try:
         prompt.uid.encode()
-    except (AttributeError, UnicodeEncodeError) as error:
+    except UnicodeEncodeError as error:
         raise DataError(f"the uid of a prompt must be text; found {prompt.uid!r}.") from error
-    ids = np.asarray(prompt.input_ids)
-    if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or not np.array_equal(ids, ids.astype(np.int32)))):
-        raise DataError(
-            f"input_ids of prompt {prompt.uid!r} must be [P] int32; found {ids.dtype} of shape {list(ids.shape)}"
-            f"{' with values that do not fit' if ids.ndim == 1 and ids.dtype.kind in 'iu' else ''}."
-        )
 
 
 def encode_prompt(prompt: Prompt) -> bytes:

@@ -37,7 +37,8 @@ def check_tasks(tasks: Sequence[TaskSpec]) -> None:
     if GENERATE in names:
         raise SettingsError(f"{GENERATE!r} is the name of producers' claims; choose another one for the task.")
     for task in tasks:
-        _check_numbers(task)
+        if task.max_staleness is not None and task.max_staleness < 0:
+            raise SettingsError(f"max_staleness of task {task.name!r} must be at least 0; found {task.max_staleness}.")
     for name in sorted(frozenset().union(*(task.needs | task.gives for task in tasks))):
         column_spec(name)
     own = frozenset().union(*(task.needs - task.gives for task in tasks)) - BUILT_IN  # producers may put them
@@ -65,10 +66,3 @@ def checked_options(tasks: Sequence[TaskSpec], options: QueueOptions | None) -> 
         if found is not None and found < 1:
             raise SettingsError(f"{name} must be at least 1; found {found}.")
     return options
-
-
-def _check_numbers(task: TaskSpec) -> None:
-    if task.order not in ("arrival", "issue"):
-        raise SettingsError(f"order of task {task.name!r} must be 'arrival' or 'issue'; found {task.order!r}.")
-    if task.max_staleness is not None and task.max_staleness < 0:
-        raise SettingsError(f"max_staleness of task {task.name!r} must be at least 0; found {task.max_staleness}.")

@@ -3,19 +3,19 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
 from rl_core.data.records import FloatArray
 from rl_core.errors import DataError, NotReadyError, WeightProofError
+from rl_core.record_fields import record, settings_record
 from rl_core.weights.update import Canary, WeightReceipt, WeightReceiver, WeightUpdate
 
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class ProofTolerances:
     """How far an engine may be from the learner.
 
@@ -32,7 +32,7 @@ BFLOAT16_TOLERANCES = ProofTolerances(probe=3e-2, canary=0.3)
 """For engines that serve in bfloat16, whose logprobs differ from float32 by up to about 0.1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PublishReport:
     """What a publication cost and proved.
 

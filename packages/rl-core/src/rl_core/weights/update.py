@@ -11,13 +11,14 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rl_core.data.records import FloatArray, IntArray
 from rl_core.errors import ShapeError
 from rl_core.files.checksums import checksum
+from rl_core.record_fields import record
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,7 @@ MAX_DIGEST_THREADS = 4
 """Memory is the limit beyond."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TensorDigest:
     """What a tensor must be on arrival.
 
@@ -44,7 +45,7 @@ class TensorDigest:
     probe: FloatArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Broadcast:
     """Where the tensors of an update can be received; plain values alone, so that it can travel as JSON.
 
@@ -65,7 +66,7 @@ class Broadcast:
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WeightUpdate:
     """All weights of one policy version: by value, as a file, or to be received.
 
@@ -94,7 +95,7 @@ class WeightUpdate:
         return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_BYTES).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WeightReceipt:
     """What an engine says after an update.
 
@@ -109,7 +110,7 @@ class WeightReceipt:
     live: Mapping[str, FloatArray]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Canary:
     """Sequences whose logprobs prove the whole model.
 

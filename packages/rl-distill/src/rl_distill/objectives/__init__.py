@@ -5,7 +5,7 @@ names are in one file a family.
 """
 
 from rl_distill.objectives.advantages import dr_grpo_advantages, grpo_advantages
-from rl_distill.objectives.aggregation import AGGREGATIONS
+from rl_distill.objectives.aggregation import AGGREGATIONS, aggregate
 from rl_distill.objectives.batch_columns import (
     SampledLogprobs,
     component_columns,
@@ -34,6 +34,7 @@ from rl_distill.objectives.policy import (
     PolicyObjective,
     PolicyObjectiveOptions,
     bound_policy_loss,
+    compute_policy_loss,
     policy_objective,
 )
 from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses
@@ -70,9 +71,11 @@ __all__ = [
     "TokenLosses",
     "TokenSelection",
     "VocabularyPart",
+    "aggregate",
     "bound_policy_loss",
     "chunked_head_divergence",
     "component_columns",
+    "compute_policy_loss",
     "correction_weight_metrics",
     "distillation_objective",
     "dr_grpo_advantages",

@@ -16,8 +16,8 @@ from torch import Tensor
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry
 from rl_distill.objectives.option_rules import checked, whole_number
-from rl_distill.objectives.ragged import row_counts, spread_rows
-from rl_distill.objectives.shapes import check_mask, check_offsets, check_tokens
+from rl_distill.objectives.ragged import padded_offsets, row_counts, spread_rows
+from rl_distill.objectives.shapes import as_mask, check_mask, check_offsets, check_padded, check_tokens
 
 Horizon = Annotated[int | None, whole_number(at_least=1).or_none()]
 """A constant length that some aggregations divide by."""
@@ -92,3 +92,33 @@ def token_weights(loss_mask: Tensor, offsets: Tensor, *, row_weights: RowWeights
     check_offsets(offsets, num_tokens=num_tokens)
     of_rows = row_weights(row_counts(loss_mask, offsets).double(), horizon).float()
     return torch.where(loss_mask, spread_rows(of_rows, offsets, num_tokens=num_tokens), 0.0)
+
+
+def aggregate(
+    values: Tensor,
+    loss_mask: Tensor,
+    *,
+    aggregation: str = "token-mean",
+    horizon: Horizon = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """One number of the values of tokens, such as losses or a KL.
+
+    Args:
+        values: [B, T] padded, or packed [T] with `offsets`; what is masked does not count, not even NaN.
+        loss_mask: Of the same shape: bool, or where it is padded integers that are 0 where a token does not train.
+        aggregation: Name in `AGGREGATIONS`.
+        horizon: As `token_weights`.
+        offsets: [N + 1] int64 rows of packed values.
+
+    Raises:
+        ShapeError: The shapes do not fit, or the mask is not bool.
+        SettingsError: Unknown aggregation, or it needs a horizon.
+    """
+    if offsets is None:
+        check_padded({"loss_mask": loss_mask, "values": values})
+        offsets = padded_offsets(loss_mask)
+        values, loss_mask = values.reshape(-1), as_mask(loss_mask).reshape(-1)
+    check_tokens({"loss_mask": loss_mask, "values": values})
+    weights = token_weights(loss_mask, offsets, row_weights=AGGREGATIONS.get(aggregation), horizon=horizon)
+    return (weights * torch.where(loss_mask, values, 0.0)).sum()

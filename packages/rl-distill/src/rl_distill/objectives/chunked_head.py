@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.errors import NotReadyError, ShapeError
-from rl_distill.objectives.logit_divergence import MEASURES, LogitDivergence, TeacherTokens, TokenComparison
+from rl_distill.objectives.logit_divergence import (
+    MEASURES,
+    LogitDivergence,
+    TeacherTokens,
+    TokenComparison,
+    check_sampled_tokens,
+)
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
 
 CHUNK_LOGITS = 2**26
@@ -140,9 +146,12 @@ def chunked_head_divergence(
         chunk_logits: Logits that are there at once.
 
     Raises:
+        DataError: The teacher's first column is of other tokens than `targets`.
         ShapeError: In the backward pass, where the losses were weighted again, each on its own.
         NotReadyError: In a second backward pass.
     """
+    if targets is not None:
+        check_sampled_tokens(teacher.ids[:, 0], targets, (teacher.index >= 0) & (teacher.ids[:, 0] >= 0))
     chunk = max(1, chunk_logits // max(1, weight.shape[0]))
     work = _Work(weights.detach(), teacher, divergence, targets, temperature, chunk, [])
     weighted: Tensor = _ChunkedHead.apply(hidden, weight, work)  # type: ignore[no-untyped-call]

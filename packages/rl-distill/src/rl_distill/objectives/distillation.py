@@ -22,7 +22,7 @@ from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Compari
 from rl_distill.objectives.divergences import DivergenceKind, DivergenceOptions, Tail, clamped
 from rl_distill.objectives.kl import KLEstimator, absolute, k1, k2, straight_through
 from rl_distill.objectives.log_ratios import excess
-from rl_distill.objectives.logit_divergence import MEASURES
+from rl_distill.objectives.logit_divergence import MEASURES, check_sampled_tokens
 from rl_distill.objectives.micro_columns import masked, needed_column
 from rl_distill.objectives.mismatch import mismatch_sums
 from rl_distill.objectives.option_rules import check_fields, number
@@ -165,6 +165,8 @@ class DistillationObjective:
         """[T] measures from the logprobs of the tokens themselves."""
         teacher = needed_column(micro, "teacher_logprobs", who=WHO)
         is_scored = needed_column(micro, "teacher_index", who=WHO) >= 0
+        if "teacher_ids" in micro.columns:
+            check_sampled_tokens(micro.columns["teacher_ids"][:, 0], micro.input_ids, is_scored)
         return estimate(policy_logprobs, teacher, is_scored, options=self.options)
 
 

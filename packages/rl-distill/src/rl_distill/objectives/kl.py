@@ -15,9 +15,9 @@ from functools import partial
 
 from torch import Tensor
 
+from rl_core.errors import ShapeError
 from rl_core.registry import Registry
 from rl_distill.objectives.log_ratios import bounded, excess
-from rl_distill.objectives.shapes import check_tokens
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 """(policy_logprobs [T], reference_logprobs [T]) -> [T] estimates."""
@@ -72,4 +72,8 @@ KL_ESTIMATORS: Registry[KLEstimator] = Registry(
 
 
 def _check(policy_logprobs: Tensor, reference_logprobs: Tensor) -> None:
-    check_tokens({"policy_logprobs": policy_logprobs, "reference_logprobs": reference_logprobs})
+    if policy_logprobs.shape != reference_logprobs.shape:  # packed, or padded
+        raise ShapeError(
+            f"reference_logprobs must have shape {list(policy_logprobs.shape)}, as policy_logprobs has; found "
+            f"{list(reference_logprobs.shape)}. Score the same tokens."
+        )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import DataError, ShapeError
+from rl_core.record_fields import record
 from rl_distill.learner import MicroBatch
 from rl_distill.objectives.divergences import (
     DivergenceOptions,
@@ -27,7 +28,7 @@ from rl_distill.objectives.vocabulary_parts import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TeacherTokens:
     """What teachers said of M tokens.
 
@@ -55,6 +56,36 @@ class TeacherTokens:
                 "a teacher's ids and logprobs must be [M, K + 1] and its index [M]; found "
                 f"{list(shape)}, {list(self.logprobs.shape)} and {list(self.index.shape)}."
             )
+
+    @classmethod
+    def from_top_k(
+        cls,
+        ids: Tensor,
+        logprobs: Tensor,
+        *,
+        sampled: tuple[Tensor, Tensor] | None = None,
+        index: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> "TeacherTokens":
+        """The same from the K likeliest tokens, and apart from them the token that was sampled.
+
+        Args:
+            ids: [M, K] integers, the likeliest first.
+            logprobs: [M, K] of these.
+            sampled: [M] the tokens themselves, and [M] the teacher's logprobs of them; the divergences need neither.
+            index: [M] which teacher; None for a single one that scored them all.
+            hidden: [M, H].
+
+        Raises:
+            ShapeError: They do not fit.
+        """
+        tokens, own = (torch.full_like(ids[:, 0], -1), torch.zeros_like(logprobs[:, 0])) if sampled is None else sampled
+        return cls(
+            ids=torch.cat([tokens.unsqueeze(-1), ids], -1).long(),
+            logprobs=torch.cat([own.unsqueeze(-1), logprobs], -1),
+            index=torch.zeros_like(tokens) if index is None else index,
+            hidden=hidden,
+        )
 
     def __len__(self) -> int:
         return len(self.index)
@@ -101,6 +132,12 @@ OVERLAP_OF_ALL = 64
 vocabulary half."""
 
 MEASURES = TokenComparison._fields
+
+AGREEMENT = 1e-2
+"""How far two logprobs of one token may be apart."""
+
+BUILD = "Give the top K without it to `TeacherTokens.from_top_k`, or score the tokens themselves too."
+"""In messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +214,8 @@ class LogitDivergence:
         """[M, K] the student's likeliest tokens."""
         if len(logits) != len(teacher):
             raise ShapeError(f"logits and teacher must be of equally many tokens; found {len(logits)}, {len(teacher)}.")
+        if self.options.kind != "uld" and logits.device.type == "cpu":  # on a GPU it would stop the device
+            _refuse_top_k_alone(teacher)
         is_full = self.options.distribution == "full"
         k = min(OVERLAP_OF_ALL, max(1, self.part.size // 2)) if is_full else teacher.ids.shape[1] - 1
         if not k:
@@ -249,8 +288,45 @@ def teacher_tokens(micro: MicroBatch, tokens: Tensor | None = None) -> TeacherTo
     logprobs, ids, index = (
         needed_column(micro, name, who=who)[rows] for name in ("teacher_logprobs", "teacher_ids", "teacher_index")
     )
+    check_sampled_tokens(ids[:, 0], micro.input_ids[rows], (index >= 0) & (ids[:, 0] >= 0))
     hidden = micro.columns.get("teacher_hidden")
     return TeacherTokens(logprobs=logprobs, ids=ids, index=index, hidden=None if hidden is None else hidden[rows])
+
+
+def check_sampled_tokens(ids: Tensor, sampled: Tensor, is_scored: Tensor) -> None:
+    """Refuse what a teacher says of other tokens than those that were sampled.
+
+    Args:
+        ids: [M] the tokens that its first column names.
+        sampled: [M] the tokens themselves.
+        is_scored: [M] bool, where it is compared.
+
+    Raises:
+        DataError: They differ.
+    """
+    is_wrong = (ids != sampled) & is_scored
+    if bool(is_wrong.any()):
+        at = int(is_wrong.nonzero()[0])
+        raise DataError(
+            f"the first column of a teacher's ids must be the sampled token, with the K likeliest behind it; found id "
+            f"{int(ids[at])} at token {at}, which is {int(sampled[at])}, and {int(is_wrong.sum())} such tokens. {BUILD}"
+        )
+
+
+def _refuse_top_k_alone(teacher: TeacherTokens) -> None:
+    """Refuse a first column that would be the likeliest itself, and is not the second: the top K without the token."""
+    if teacher.ids.shape[1] < 2:
+        return
+    ids, logprobs = teacher.ids, teacher.logprobs
+    is_given = (teacher.index >= 0) & (ids[:, :2] >= 0).all(-1)
+    is_wrong = is_given & (ids[:, 0] != ids[:, 1]) & (logprobs[:, 0] > logprobs[:, 1] + AGREEMENT)
+    if bool(is_wrong.any()):
+        at = int(is_wrong.nonzero()[0])
+        raise DataError(
+            "the first column of a teacher's logprobs must be the sampled token's, with the K likeliest behind it; "
+            f"found at token {at} first id {int(ids[at, 0])}, with {float(logprobs[at, 0]):.3g} likelier than the "
+            f"likeliest, id {int(ids[at, 1])} with {float(logprobs[at, 1]):.3g}. {BUILD}"
+        )
 
 
 def _is_among(ids: Tensor, others: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_core.errors import SettingsError
 from rl_distill.learner import MetricSums, MicroBatch
+from rl_distill.objectives.aggregation import Horizon, aggregate
 from rl_distill.objectives.correction import WeightCap, truncated_weights
 from rl_distill.objectives.kl import KL_ESTIMATORS, KLEstimator
 from rl_distill.objectives.micro_columns import masked, needed_column
@@ -194,6 +195,41 @@ def bound_policy_loss(options: PolicyObjectiveOptions) -> BoundPolicyLoss:
     if twice:
         raise SettingsError(f"{twice[0]} is set twice, the second time in policy_loss_options; keep one.")
     return policy_loss_with_options(options.policy_loss, {**clips, **options.policy_loss_options})
+
+
+def compute_policy_loss(
+    tokens: PolicyTokens,
+    policy_loss: str = "ppo_clip",
+    *,
+    aggregation: str = "token-mean",
+    horizon: Horizon = None,
+    **options: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy loss of a whole batch, for a loop of your own: call `backward` on it.
+
+    Args:
+        tokens: The batch; of several micro-batches each would be averaged by itself.
+        policy_loss: Name in `POLICY_LOSSES`.
+        aggregation: Name in `AGGREGATIONS`.
+        horizon: Constant length that seq-mean-token-sum-norm divides by.
+        options: Of the policy loss, those of its selection of tokens included.
+
+    Returns:
+        The loss, and its diagnostics, each the mean over trained tokens.
+
+    Raises:
+        SettingsError: Unknown name or option (with the nearest), or an impossible value.
+    """
+    bound = policy_loss_with_options(policy_loss, options)
+    if bound.select is not None and tokens.selection is None:
+        selection = bound.select(tokens.old_logprobs, tokens.advantages, tokens.loss_mask)
+        tokens = replace(tokens, selection=selection)
+    computed = bound.loss(tokens)
+    loss = aggregate(
+        computed.losses, tokens.loss_mask, aggregation=aggregation, horizon=horizon, offsets=tokens.offsets
+    )
+    sums = _diagnostic_sums(computed, tokens.loss_mask)
+    return loss, {name: total / count.clamp(min=1) for name, (total, count) in sums.items()}
 
 
 def _diagnostic_sums(computed: TokenLosses, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

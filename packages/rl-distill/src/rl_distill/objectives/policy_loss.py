@@ -8,15 +8,17 @@ arXiv:2503.14476; dual clip, Ye et al. 2020, arXiv:1912.09729.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from rl_core.record_fields import record
 from rl_distill.objectives.log_ratios import bounded
 from rl_distill.objectives.option_rules import checked, number
-from rl_distill.objectives.shapes import check_mask, check_offsets, check_tokens
+from rl_distill.objectives.ragged import padded_offsets
+from rl_distill.objectives.shapes import as_mask, check_mask, check_offsets, check_padded, check_tokens
 
 ClipLow = Annotated[float, number(at_least=0.0, below=1.0)]
 """Ratios are held above 1 - clip_low, which must be above 0."""
@@ -25,7 +27,7 @@ ClipHigh = Annotated[float, number(at_least=0.0, can_be_inf=True)]
 """Ratios are held below 1 + clip_high."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PolicyTokens:
     """What a policy loss is made from: whole trajectories packed end to end.
 
@@ -63,6 +65,40 @@ class PolicyTokens:
             blanked = torch.where(self.loss_mask, value, torch.zeros_like(value))
             object.__setattr__(self, name, blanked if name == "policy_logprobs" else blanked.detach())
 
+    @classmethod
+    def from_padded(
+        cls,
+        policy_logprobs: Tensor,
+        loss_mask: Tensor,
+        *,
+        advantages: Tensor,
+        old_logprobs: Tensor | None = None,
+        selection: Tensor | None = None,
+    ) -> "PolicyTokens":
+        """The same from padded rows [B, T], on either side.
+
+        Args:
+            policy_logprobs: [B, T] float, with gradient.
+            loss_mask: [B, T] bool, or integers that are 0 where a token does not train.
+            advantages: [B, T], or [B] for all tokens of a row.
+            old_logprobs: [B, T]; None takes policy_logprobs without gradient: the first update on a batch.
+            selection: [B, T] bool.
+
+        Raises:
+            ShapeError: A tensor is not [B, T], or the mask is of floats.
+        """
+        loss_mask = as_mask(loss_mask)
+        padded = {
+            "policy_logprobs": policy_logprobs,
+            "loss_mask": loss_mask,
+            "advantages": advantages.unsqueeze(-1).expand(-1, loss_mask.shape[-1])
+            if advantages.ndim == 1
+            else advantages,
+            "old_logprobs": policy_logprobs.detach() if old_logprobs is None else old_logprobs,
+        } | ({} if selection is None else {"selection": selection})
+        check_padded(padded)
+        return cls(**{name: tensor.reshape(-1) for name, tensor in padded.items()}, offsets=padded_offsets(loss_mask))
+
     @property
     def num_tokens(self) -> int:
         """T."""
@@ -73,7 +109,7 @@ class PolicyTokens:
         return bounded(self.policy_logprobs - self.old_logprobs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TokenLosses:
     """What a policy loss gives.
 

@@ -4,6 +4,12 @@ import torch
 from torch import Tensor
 
 
+def padded_offsets(padded: Tensor) -> Tensor:
+    """[B + 1] int64 offsets of the rows of [B, T], which lie end to end when they are flattened, padding included."""
+    rows, width = padded.shape
+    return torch.arange(rows + 1, device=padded.device) * width
+
+
 def row_index(offsets: Tensor, *, num_tokens: int) -> Tensor:
     """[T] int64 row of each token, for rows [offsets[i]:offsets[i + 1]]."""
     rows = torch.arange(len(offsets) - 1, device=offsets.device)

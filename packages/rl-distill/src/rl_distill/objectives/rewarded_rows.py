@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import DataError
+from rl_core.record_fields import record
 from rl_distill.objectives.ragged import row_counts, row_sums, spread_rows
 from rl_distill.objectives.sessions import SessionCredit, SessionRows, SessionRule, last
 from rl_distill.objectives.shapes import check_mask, check_offsets, check_rows, check_tokens
@@ -18,7 +19,7 @@ SessionEstimate = Callable[[Tensor, Tensor], Tensor]
 """(rewards [S], group [S] int64) of sessions -> [S] advantages."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RewardedRows:
     """What advantages are made from: the trajectories of a global batch, packed.
 

@@ -5,16 +5,16 @@ share a unit's advantage goes to each of its trajectories.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rl_core.record_fields import record
 from rl_core.registry import Registry
 from rl_distill.objectives.shapes import check_rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SessionRows:
     """What a rule is told: the trajectories of a global batch.
 
@@ -29,7 +29,7 @@ class SessionRows:
     is_last: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SessionCredit:
     """What a rule gives.
 

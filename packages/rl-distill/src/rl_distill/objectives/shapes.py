@@ -31,6 +31,21 @@ def check_tokens(tensors: Mapping[str, torch.Tensor]) -> int:
     return len(reference)
 
 
+def check_padded(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse padded tensors that are not 2-D and equally large; the first sets the size.
+
+    Raises:
+        ShapeError: One of them is not [B, T].
+    """
+    first, reference = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if tensor.ndim != 2 or tensor.shape != reference.shape:
+            raise ShapeError(
+                f"{name} must have shape [B, T], as {first} has; found {list(tensor.shape)} beside "
+                f"{list(reference.shape)}. Give rows that are padded to one length."
+            )
+
+
 def check_rows(tensors: Mapping[str, torch.Tensor]) -> int:
     """Refuse row tensors that are not 1-D and equally long; gives their length N.
 
@@ -55,6 +70,11 @@ def check_mask(loss_mask: torch.Tensor) -> None:
     """
     if loss_mask.dtype != torch.bool:
         raise ShapeError(f"loss_mask must have dtype torch.bool; found {loss_mask.dtype}. Convert with `mask > 0`.")
+
+
+def as_mask(padded: torch.Tensor) -> torch.Tensor:
+    """A mask of integers, as many libraries have it, as bool; one of floats stays, and `check_mask` refuses it."""
+    return padded if padded.is_floating_point() else padded != 0
 
 
 def check_offsets(offsets: torch.Tensor, *, num_tokens: int) -> None:

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from rl_core.record_fields import settings_record
 from rl_distill.option_values import not_among, not_numbers, not_whole
 from rl_distill.options import DTYPES
 
@@ -21,7 +22,7 @@ LARGEST_TOP_K = 1000
 _TEACHER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class ResourceOptions:
     """What is set aside for each replica of a teacher, and for each of its ranks.
 
@@ -40,7 +41,7 @@ class ResourceOptions:
             yield from not_numbers(self, ("gpus",), at_least=0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class TeacherOptions:
     """One teacher.
 
@@ -94,7 +95,7 @@ class TeacherOptions:
             yield f"data_sources must be names, none of them empty; found {list(self.data_sources)}."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class DistillationOptions:
     """What the policy learns from teachers; without a teacher, and without texts, nothing.
 

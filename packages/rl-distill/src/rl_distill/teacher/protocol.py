@@ -1,13 +1,13 @@
 """What teachers are asked for, and what they know of their replicas."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from rl_core.record_fields import record, settings_record
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class TeacherPlan:
     """What a teacher is asked for, and how long it may take.
 
@@ -34,7 +34,7 @@ class TeacherPlan:
     start_deadline_s: float = 900.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TeacherTraits:
     """What every replica of a teacher is.
 

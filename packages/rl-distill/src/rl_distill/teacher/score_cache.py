@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import structlog
 
 from rl_core.errors import BrokenEntryError, CacheError
 from rl_core.files import remove_unlocked_folders
+from rl_core.record_fields import record
 from rl_distill.teacher.score_entries import (
     WRITING,
     ScoreEntry,
@@ -30,7 +31,7 @@ MAX_PENDING_BYTES = 1 << 26
 """About 250 trajectories of 512 tokens with 64 likeliest each."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ScoreKind:
     """What scores must have in common to stand for each other.
 

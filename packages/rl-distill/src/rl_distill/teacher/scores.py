@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.data import BoolArray, Column, FloatArray, Index, IntArray, Ragged, RowKey
 from rl_core.errors import TeacherError
+from rl_core.record_fields import Axes, record
 
 NO_TOKEN = -1
 """Token id where a teacher gave none."""
@@ -22,7 +23,7 @@ AGREEMENT = 1e-2
 """How far two logprobs of one token may be apart, and a sum of probabilities above 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TeacherRow:
     """One trajectory, as a teacher gets it.
 
@@ -33,8 +34,8 @@ class TeacherRow:
     """
 
     key: RowKey
-    input_ids: IntArray
-    loss_mask: BoolArray
+    input_ids: Annotated[IntArray, Axes("T")]
+    loss_mask: Annotated[BoolArray, Axes("T")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class TeacherScores:
         return self.logprobs.nbytes + self.token_ids.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ScoreShape:
     """What scores must look like.
 

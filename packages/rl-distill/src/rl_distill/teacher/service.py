@@ -20,6 +20,7 @@ from rl_core.errors import (
     TeacherError,
 )
 from rl_core.queue import Lease, TaskSpec
+from rl_core.record_fields import settings_record
 from rl_distill.teacher.aligned import TeacherAligner
 from rl_distill.teacher.leasing import lease_group
 from rl_distill.teacher.replicas import ReplicatedTeacher
@@ -36,7 +37,7 @@ SPARE_LEASES = 32
 """Groups leased beyond those that are being scored: no teacher waits for the queue, nor for one that is restarted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class ServiceOptions:
     """What the service asks of all teachers.
 

@@ -1,7 +1,6 @@
 """Distillation off policy: what a teacher wrote, stored beside the prompts, becomes trajectories to train on."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
@@ -10,13 +9,14 @@ import numpy as np
 from rl_core.data import NO_VERSION, Prompt, Trajectory
 from rl_core.errors import DataError, SettingsError
 from rl_core.files import shown
+from rl_core.record_fields import settings_record
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
 """Token ids of each text; nothing is put around them."""
 CHUNK_PROMPTS = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class TextOptions:
     """How texts become trajectories.
 

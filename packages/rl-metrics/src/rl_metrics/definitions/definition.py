@@ -4,12 +4,13 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import structlog
 
 from rl_core.errors import DataError
+from rl_core.record_fields import record
 
 Reduction = Literal["mean", "sum", "min", "max", "last", "histogram"]
 """How the values recorded for one step become one: "mean" is weighted, "last" is the newest; a "histogram" keeps their
@@ -32,7 +33,7 @@ PLACEHOLDERS = {"source": r".+", "metric": r".+", "n": r"[0-9]+"}
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Band:
     """Values that are healthy, ends included.
 
@@ -58,7 +59,7 @@ class Band:
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Metric:
     """The definition of one metric, or of a family of them.
 

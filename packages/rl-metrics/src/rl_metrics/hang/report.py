@@ -5,7 +5,7 @@ Sizes are bounded, so that a report is written in any case: stacks and texts are
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ import msgspec
 from rl_core.cluster import RoleReport, Wait, cut_middle
 from rl_core.errors import DataError
 from rl_core.files import read_plain, write_durably
+from rl_core.record_fields import record
 
 HANG_FILE = "hang.json"
 MAX_GROUPS = 50
@@ -27,7 +28,7 @@ MAX_TEXT = 4_000
 MAX_FILE_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GroupRow:
     """A group that is not done.
 
@@ -48,7 +49,7 @@ class GroupRow:
     holder: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class HangReport:
     """A run in which nothing has happened for too long.
 

@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 
 from rl_core.errors import SettingsError
+from rl_core.record_fields import record
 from rl_metrics.health.families import FAMILIES, Family
 from rl_metrics.health.finding import Severity, Side
 
@@ -28,7 +29,7 @@ class Threshold:
     source: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Condition:
     """One look at some metrics.
 
@@ -129,7 +130,7 @@ class Cause:
     sign: Condition | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Rule:
     """One line of the checklist.
 

@@ -3,19 +3,20 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import Any
 
 import numpy as np
 
 from rl_core.data import Json
 from rl_core.errors import DataError, SettingsError
+from rl_core.record_fields import record
 from rl_metrics.run_files.json_lines import number_or_none
 
 MAX_SEED = 2**64 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GenerationSample:
     """One response, such as of a validation, as people read it.
 

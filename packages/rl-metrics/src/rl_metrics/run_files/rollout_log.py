@@ -16,6 +16,7 @@ import structlog
 from rl_core.data import Json
 from rl_core.errors import DataError
 from rl_core.files import open_plain
+from rl_core.record_fields import record
 from rl_metrics.run_files.json_lines import MAX_LINE_BYTES, JsonLinesWriter
 
 log = structlog.get_logger(__name__)
@@ -37,7 +38,7 @@ TOKEN_COLUMNS = (*INT_COLUMNS, *FLOAT_COLUMNS)
 """Columns of a response's tokens that a trajectory may have beside the tokens themselves and their mask."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RolloutRow:
     """One trajectory of a step; token columns are of the response alone, and equally long.
 

@@ -1,11 +1,10 @@
 """Confidence intervals of means over prompts, by drawing prompts anew."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.errors import SettingsError
+from rl_core.record_fields import settings_record
 from rl_metrics.validation.responses import Floats
 
 IntArray = NDArray[np.int64]
@@ -20,7 +19,7 @@ FEW_KINDS = 8
 """Prompts of a kind, on average, from which on it is quicker to draw how many there are of each kind: the same law."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class Bootstrap:
     """How intervals are drawn.
 

@@ -1,12 +1,13 @@
 """Options of the engines; importing this loads no engine."""
 
-from dataclasses import dataclass
 from typing import Literal
+
+from rl_core.record_fields import settings_record
 
 DType = Literal["float32", "bfloat16", "float16"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class VLLMOptions:
     """How vLLM runs.
 
@@ -47,7 +48,7 @@ class VLLMOptions:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class TransformersOptions:
     """How the transformers engine runs.
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from rl_core.errors import (
     RoleError,
     WeightsGoneError,
 )
+from rl_core.record_fields import settings_record
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, TokenScores
@@ -41,7 +42,7 @@ OF_WEIGHTS = ("sees", "update_weights")
 """Calls that do not wait for a restart: what comes after the weights that `on_restart` gives is older than they are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class EnginePlacement:
     """Where an engine's process lives.
 
@@ -53,7 +54,7 @@ class EnginePlacement:
         deadline_s: Longest wait for the process, and again for its engine.
     """
 
-    cluster: ClusterOptions = ClusterOptions()  # noqa: RUF009 - frozen
+    cluster: ClusterOptions = ClusterOptions()
     pool: ResourcePool | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0

@@ -1,16 +1,17 @@
 """What every engine does: generate, score, take weights."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
+from typing import Annotated, Protocol
 
 import numpy as np
 
 from rl_core.data import FinishReason, FloatArray, IntArray
+from rl_core.record_fields import Axes, record, settings_record
 from rl_core.weights import WeightReceipt, WeightUpdate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class SamplingParams:
     """How tokens are drawn.
 
@@ -31,7 +32,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GenerateRequest:
     """One prompt to continue.
 
@@ -42,7 +43,7 @@ class GenerateRequest:
         request_id: What `abort` knows the request by; several may share one, such as all turns of a session.
     """
 
-    input_ids: IntArray
+    input_ids: Annotated[IntArray, Axes("P")]
     sampling: SamplingParams | tuple[SamplingParams, ...]
     num_samples: int = 1
     request_id: str | None = None
@@ -58,7 +59,7 @@ class GenerateRequest:
         return tuple(replace(self.sampling, seed=seed + index) for index in range(self.num_samples))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Generation:
     """One response.
 
@@ -70,14 +71,14 @@ class Generation:
         num_preempted: How often the engine had to start it again.
     """
 
-    token_ids: IntArray
-    logprobs: FloatArray
-    policy_versions: IntArray
+    token_ids: Annotated[IntArray, Axes("R")]
+    logprobs: Annotated[FloatArray, Axes("R")]
+    policy_versions: Annotated[IntArray, Axes("R")]
     finish_reason: FinishReason
     num_preempted: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TokenScores:
     """What an engine thinks of each token of a sequence, and what it would rather have had there.
 
@@ -90,8 +91,8 @@ class TokenScores:
         logprobs: [T, K + 1] float32 of token_ids, at temperature 1.
     """
 
-    token_ids: IntArray
-    logprobs: FloatArray
+    token_ids: Annotated[IntArray, Axes("T", "K + 1")]
+    logprobs: Annotated[FloatArray, Axes("T", "K + 1")]
 
     @classmethod
     def after_first(cls, token_ids: IntArray, logprobs: FloatArray) -> "TokenScores":
@@ -108,7 +109,7 @@ class TokenScores:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class EngineTraits:
     """What an engine is, once started.
 

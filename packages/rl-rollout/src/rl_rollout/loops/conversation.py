@@ -9,13 +9,14 @@ import numpy as np
 
 from rl_core.data import NO_VERSION, FinishReason, IntArray, Json, Prompt, Timings, Trajectory
 from rl_core.errors import EngineError, SettingsError
+from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation
 from rl_rollout.loops.protocol import LoopContext, SessionResult
 from rl_rollout.loops.single_turn import with_reward
 from rl_rollout.rewards.scorer import Scored, reward_input
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class TurnLimits:
     """How far a session goes.
 

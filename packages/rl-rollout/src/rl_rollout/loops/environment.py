@@ -1,11 +1,12 @@
 """Several turns with an environment, which observes each and may reward it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from rl_core.data import Json, Prompt
 from rl_core.errors import SettingsError
+from rl_core.record_fields import settings_record
 from rl_core.registry import Registry
 from rl_rollout.loops.conversation import Conversation, TurnLimits
 from rl_rollout.loops.episode import Episode
@@ -20,7 +21,7 @@ from rl_rollout.user_files import find_in
 ENVIRONMENTS: Registry[Any] = Registry("environment", {}, group="rl_rollout.environments")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class EnvironmentOptions:
     """Options of the `environment` loop.
 

@@ -1,16 +1,13 @@
 """What an agent loop gave, checked before it counts: a session that is not what it must be is failed, alone."""
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
-from rl_core.data import FinishReason, Prompt, Timings, Trajectory, encodable
+from rl_core.data import Prompt, Trajectory, encodable
 from rl_core.errors import DataError
-from rl_rollout.audit import check_dtypes
 from rl_rollout.loops.protocol import SessionResult, loop_name
 from rl_rollout.rewards.outputs import read_extras, read_output, shown, shown_error
 from rl_rollout.rewards.protocol import RewardResult
-
-FINISH_REASONS = get_args(FinishReason)
 
 
 def check_sessions(given: Any, *, loop: object, prompt: Prompt, num_sessions: int) -> tuple[SessionResult, ...]:
@@ -39,7 +36,11 @@ def _checked(given: Any, *, name: str, prompt: Prompt, index: int) -> SessionRes
         failure = f"{name} gave {error}"
     except Exception as error:  # a number or a mapping of the user's own can raise anything when it is read
         failure = f"{name} gave a session that cannot be read ({shown_error(error)})"
-    kept = tuple(replace(trajectory, reward=None) for trajectory in given.trajectories) if _has_records(given) else ()
+    kept = (
+        tuple(replace(trajectory, reward=None) for trajectory in given.trajectories)
+        if isinstance(given, SessionResult)
+        else ()
+    )
     return SessionResult(trajectories=kept, failure=failure)
 
 
@@ -52,14 +53,9 @@ def _read(given: Any, *, prompt: Prompt, index: int) -> SessionResult:
     if not isinstance(given, SessionResult):
         raise DataError(f"{_seen(given)} for session {index}; expected a SessionResult.")
     if given.failure is not None:
-        if not isinstance(given.failure, str) or not given.failure:
+        if not given.failure:
             raise DataError(f"failure = {_seen(given.failure)} for session {index}; expected a reason, or None.")
-        failure = encodable(given.failure)
-        return replace(given, failure=failure) if _has_records(given) else SessionResult(failure=failure)
-    if not _has_records(given):
-        raise DataError(
-            f"trajectories = {_seen(given.trajectories)} for session {index}; expected a tuple of Trajectory."
-        )
+        return replace(given, failure=encodable(given.failure))
     if not given.trajectories:
         raise DataError(f"no trajectory and no failure for session {index}; expected one of them.")
     trajectories = []
@@ -79,13 +75,6 @@ def _check_name(trajectory: Trajectory, *, expected: tuple[str, int, int]) -> No
 
 
 def _read_trajectory(trajectory: Trajectory) -> Trajectory:
-    check_dtypes(trajectory)
-    if trajectory.finish_reason not in FINISH_REASONS:
-        raise DataError(
-            f"finish_reason = {_seen(trajectory.finish_reason)}; expected {', '.join(map(repr, FINISH_REASONS))}."
-        )
-    if not isinstance(trajectory.timings, Timings):
-        raise DataError(f"timings = {_seen(trajectory.timings)}; expected Timings.")
     if trajectory.reward is None:
         raise DataError("reward = None; expected a finite number, or a session with a failure.")
     read = read_output(RewardResult(reward=trajectory.reward, components=trajectory.reward_components))
@@ -94,15 +83,6 @@ def _read_trajectory(trajectory: Trajectory) -> Trajectory:
     if type(trajectory.reward) is float and not trajectory.reward_components:
         return trajectory
     return replace(trajectory, reward=read.reward, reward_components=read.components)
-
-
-def _has_records(session: Any) -> bool:
-    """True when all trajectories of a result are what they are called."""
-    return (
-        isinstance(session, SessionResult)
-        and isinstance(session.trajectories, list | tuple)
-        and all(isinstance(trajectory, Trajectory) for trajectory in session.trajectories)
-    )
 
 
 def _seen(value: Any) -> str:

@@ -3,12 +3,13 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from rl_core.data import FinishReason, IntArray, Prompt, Trajectory, encodable
 from rl_core.errors import RLError, RolloutError
+from rl_core.record_fields import Axes, record
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import shown_error
@@ -19,7 +20,7 @@ SEED_BITS = 52
 """Seeds stay below 2**52, so that seed + i is exact in JSON, int64 and a double."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SessionResult:
     """What one session gave.
 
@@ -32,7 +33,7 @@ class SessionResult:
     failure: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Judged:
     """What the reward of a session judges.
 
@@ -43,11 +44,11 @@ class Judged:
     """
 
     text: str
-    ids: IntArray
+    ids: Annotated[IntArray, Axes("R")]
     finish_reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class LoopContext:
     """What a loop works with, for one prompt.
 

@@ -4,13 +4,14 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rl_core.data import IntArray, Json, Prompt
 from rl_core.errors import SettingsError
+from rl_core.record_fields import settings_record
 from rl_rollout.loops.conversation import Conversation, TurnLimits
 from rl_rollout.loops.protocol import Judged, LoopContext, SessionLoop, SessionResult, describe_failure
 from rl_rollout.loops.turns import Joined, Reply, TurnFormat, Turns, join_turns
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from rl_rollout.tools.mcp import McpServer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class ToolsOptions:
     """Options of the `tools` loop.
 

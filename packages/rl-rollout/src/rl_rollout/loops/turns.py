@@ -9,6 +9,7 @@ import numpy as np
 
 from rl_core.data import IntArray, Json, Prompt
 from rl_core.errors import DataError, SettingsError
+from rl_core.record_fields import settings_record
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 Role = Literal["tool", "user"]
@@ -33,7 +34,7 @@ class Reply:
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class TurnFormat:
     """How turns are joined.
 

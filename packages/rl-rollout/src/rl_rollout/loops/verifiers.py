@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from rl_core.data import NO_VERSION, BoolArray, FloatArray, IntArray, Json, Prompt, Timings, Trajectory
 from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_core.record_fields import settings_record
 from rl_core.secret_settings import hide
 from rl_rollout.audit import SampledSpan
 from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult
@@ -18,7 +19,7 @@ from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import shown_error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class VerifiersOptions:
     """Options of the `verifiers` loop.
 

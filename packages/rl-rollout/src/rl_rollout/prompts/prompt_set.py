@@ -1,7 +1,7 @@
 """All prompts of some files, checked and tokenized before anything heavy starts."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rl_core.data import Json, Prompt, Ragged
 from rl_core.errors import DataError, SettingsError
+from rl_core.record_fields import settings_record
 from rl_rollout.prompts.rows import Rows, open_rows
 from rl_rollout.prompts.schema import Problem, read_problem
 from rl_rollout.prompts.tokenizer import PromptTokenizer
@@ -22,7 +23,7 @@ CHUNK_ROWS = 1024
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class PromptOptions:
     """How rows become prompts.
 

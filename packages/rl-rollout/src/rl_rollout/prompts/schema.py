@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
 
 from rl_core.data import Json, encodable_json
 from rl_core.errors import DataError
+from rl_core.record_fields import record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Problem:
     """What a row says, before the tokenizer sees it.
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from rl_core.data import IntArray, Prompt
 from rl_core.errors import RolloutError, SettingsError
+from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import GenerateRequest, RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import shown
@@ -31,7 +32,7 @@ class NoScoreError(RolloutError):
     """A judge's answer has no score that can be read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class JudgeModel:
     """A started engine that judges, and its tokens; it may be the policy's engine or another.
 

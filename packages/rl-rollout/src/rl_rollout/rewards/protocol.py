@@ -2,12 +2,13 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from rl_core.data import FinishReason, IntArray, Json
+from rl_core.record_fields import Axes, record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RewardInput:
     """One response to judge.
 
@@ -24,7 +25,7 @@ class RewardInput:
 
     prompt_uid: str
     response_text: str
-    response_ids: IntArray
+    response_ids: Annotated[IntArray, Axes("R")]
     messages: tuple[Mapping[str, Json], ...] = ()
     ground_truth: Json = None
     data_source: str = "default"

@@ -1,16 +1,15 @@
 """Groups to generate, and what becomes of them: as generated, as a filter refused them, or as the queue has them."""
 
-from dataclasses import dataclass
-
 from rl_core.data import Prompt
 from rl_core.queue import LedgerEntry
+from rl_core.record_fields import record
 from rl_rollout.filters import resolve_filter
 from rl_rollout.rollout import GroupResult
 
 REFUSED = "refused by "
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Dispatch:
     """A group to generate.
 
@@ -25,7 +24,7 @@ class Dispatch:
     sessions: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GroupEvent:
     """What became of a group.
 

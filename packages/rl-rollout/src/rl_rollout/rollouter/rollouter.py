@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from rl_core import TransferQueue
 from rl_core.cluster import RoleReport, RoleView, Wait, process_report
 from rl_core.data import IntArray
 from rl_core.errors import DeadlineError, NotReadyError, RolloutError
+from rl_core.record_fields import settings_record
 from rl_core.weights import Canary, ProofTolerances, PublishReport, WeightUpdate, retry_proof
 from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
@@ -38,7 +39,7 @@ Stored = Callable[[Dispatch, Generate], Awaitable[StepRollouts]]
 """Gives a group that was stored before, or has it generated and stores it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class RollouterOptions:
     """How groups are generated.
 

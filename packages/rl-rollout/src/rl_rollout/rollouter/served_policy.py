@@ -3,16 +3,16 @@
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from rl_core.data import NO_VERSION, IntArray
+from rl_core.record_fields import record
 from rl_rollout.engines.protocol import RolloutEngine, TokenScores
 
 TRIES = 3
 """How often tokens are scored anew because the weights were replaced meanwhile."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PolicyScores:
     """What a policy thinks of sequences.
 

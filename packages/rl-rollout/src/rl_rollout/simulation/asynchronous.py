@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from rl_core.errors import RLError
+from rl_core.record_fields import settings_record
 from rl_rollout.schedule import ScheduleOptions, Scheduler
 from rl_rollout.simulation.engine import FOREVER, EnginePool, Response
 from rl_rollout.simulation.lengths import GroupLengths
@@ -19,7 +20,7 @@ from rl_rollout.simulation.outcome import (
 from rl_rollout.simulation.workload import Workload
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class Policy:
     """How the asynchronous trainer is set.
 

@@ -4,11 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rl_core.errors import SettingsError
+from rl_core.record_fields import settings_record
 from rl_rollout.simulation.lengths import GroupLengths
 from rl_rollout.simulation.workload import Workload
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class Cluster:
     """Who has how many GPUs.
 

@@ -1,13 +1,14 @@
 """What is simulated: the batch, lengths of responses, and what everything costs in seconds."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 
 from rl_core.errors import SettingsError
+from rl_core.record_fields import settings_record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class BatchShape:
     """What a synchronous step trains, which is also what the asynchronous trainer trains in one policy version.
 
@@ -49,7 +50,7 @@ class BatchShape:
         return self.groups // sync_every
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class Lengths:
     """How long responses are: log-normal, or by quantiles; cut at the maximum.
 
@@ -99,7 +100,7 @@ class Lengths:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class EngineCosts:
     """What an engine takes.
 
@@ -151,7 +152,7 @@ class EngineCosts:
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class LearnerCosts:
     """What the learner takes.
 
@@ -212,7 +213,7 @@ class LearnerCosts:
         return gpus * math.pow(self.efficiency_per_doubling, doublings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class WeightCosts:
     """What a weight update takes.
 
@@ -235,7 +236,7 @@ class WeightCosts:
         _require_at_least(0, "weights", publish_s=self.publish_s, swap_s=self.swap_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class Workload:
     """One training job and its costs.
 

@@ -3,12 +3,13 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
 from rl_core.data import Json, Prompt
 from rl_core.errors import BrokenEntryError, CacheError, CacheMismatchError
+from rl_core.record_fields import record
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.fingerprint import ESSENTIAL, Circumstances, Difference, compare, make_fingerprint
 from rl_rollout.skip.manifest import EntryKey, Manifest
@@ -29,7 +30,7 @@ OnEvent = Callable[..., None]
 Generate = Callable[[], Awaitable[Sequence[GroupResult]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StepRollouts:
     """Rollouts of a step, and where they come from.
 

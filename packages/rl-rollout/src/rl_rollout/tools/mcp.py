@@ -33,6 +33,8 @@ try:
 except ImportError as error:
     raise MissingExtraError("MCP servers need the library mcp. Install rl-rollout[mcp] as the README says.") from error
 
+__all__ = ["McpServer"]
+
 log = structlog.get_logger(__name__)
 
 IS_LINUX = sys.platform == "linux"

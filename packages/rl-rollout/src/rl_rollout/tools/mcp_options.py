@@ -1,13 +1,14 @@
 """How an MCP server is started or reached; free of the library that speaks to it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from rl_core.errors import SettingsError
+from rl_core.record_fields import settings_record
 from rl_core.secret_settings import check_headers, redact_option
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class McpServerOptions:
     """One MCP server: a command to start, or the address of one that runs.
 

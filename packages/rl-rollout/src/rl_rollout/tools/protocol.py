@@ -1,10 +1,11 @@
 """What a tool is, what a model asks of it, and what it gets back."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, Protocol
 
 from rl_core.data import Json
+from rl_core.record_fields import record
 
 CallOutcome = Literal[
     "ok", "truncated", "unknown_tool", "malformed_call", "bad_arguments", "raised", "timed_out", "too_large"
@@ -40,7 +41,7 @@ class Tool(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ToolCall:
     """One call that a model wrote.
 
@@ -55,7 +56,7 @@ class ToolCall:
     fault: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ToolResult:
     """What became of a call.
 

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from rl_core.data import encodable, encodable_json
 from rl_core.errors import DataError, SettingsError, ToolError
+from rl_core.record_fields import settings_record
 from rl_core.registry import unknown_name
 from rl_rollout.rewards.outputs import cut, shown, shown_error
 from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult
@@ -17,7 +18,7 @@ from rl_rollout.user_errors import is_meant_for_us
 MAX_ERROR_CHARS = 500
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class CallOptions:
     """How calls are run.
 
@@ -44,8 +45,6 @@ class CallOptions:
                 "tool calls need timeout_s > 0, max_result_chars >= 1 and max_concurrency >= 1; found "
                 f"{self.timeout_s}, {self.max_result_chars} and {self.max_concurrency}."
             )
-        if self.on_large_result not in ("truncate", "error"):
-            raise SettingsError(f'on_large_result must be "truncate" or "error"; found {self.on_large_result!r}.')
 
 
 _Attempt = tuple[object, BaseException | None]

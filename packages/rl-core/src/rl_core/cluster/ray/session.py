@@ -1,7 +1,6 @@
 """Ray for this process: token authentication on, every socket on loopback unless told otherwise.
 
-The one file that starts Ray or joins it. Ray reads how it authenticates while it is imported, so this file is used
-before anything else imports it.
+The one file that starts Ray or joins it. A Ray that somebody else started is used as it is.
 """
 
 import logging
@@ -14,15 +13,17 @@ import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_core.cluster.processes.guard import descendants, is_running, running_processes
 from rl_core.errors import MissingExtraError, RoleError, SettingsError
 from rl_core.files.locked_folders import make_locked_folder, remove_unlocked_folders
+from rl_core.record_fields import settings_record
 
 LOOPBACK = "127.0.0.1"
+DEFAULT_TOKEN = Path("~/.ray/auth_token")
+"""Where Ray itself looks for one."""
 NUM_STARTS = 2
 ENDING_S = 10.0
 PAUSE_S = 0.02
@@ -42,13 +43,13 @@ FAST_DEATH = {
 """A node that is gone is noticed within 5 s; by default, Ray takes 15."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class RayOptions:
     """Which Ray to use.
 
     Attributes:
-        address: "host:port" of a cluster to join, whose token is in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH; None
-            starts one on this machine.
+        address: "host:port" of a cluster to join, whose token is in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or
+            ~/.ray/auth_token; None starts one on this machine.
         bind_address: Where a cluster that is started listens; another address than loopback opens it to the network.
         num_cpus: CPUs that it may give away; all when None.
         object_store_bytes: Memory for objects; Ray's default when None.
@@ -64,22 +65,24 @@ FOLDER_PREFIX = "rl-ray-head-"
 
 _folders: list[tuple[Path, int]] = []
 """Of the Ray started here, with the lock that says that this process lives."""
+_entered: list[Any] = []
+"""The module, where Ray was started or joined here."""
 
 
 def start_ray(options: RayOptions | None = None) -> Any:
-    """Give the `ray` module, started or joined; what runs already is used as it is.
+    """Give the `ray` module, started or joined; what runs already is used as it is, with its own authentication.
 
     Raises:
         MissingExtraError: Ray is not installed.
-        SettingsError: Ray was imported before it could be told to authenticate, or a token is missing.
+        SettingsError: RAY_AUTH_MODE turns authentication off, or a token is missing.
         RoleError: The cluster does not answer, or refuses the token; or Ray did not start in time, twice.
     """
     options = options or RayOptions()
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-        if os.environ.get("RAY_AUTH_MODE") != "token":
+        if "RAY_AUTH_MODE" not in os.environ:  # `ray.init` sets it where it starts Ray; else nobody has chosen
             warnings.warn(
                 "Ray runs without token authentication: whoever reaches its ports can run code. Set "
-                "RAY_AUTH_MODE=token before ray is imported, or let rl_core.cluster.ray.session.start_ray start it.",
+                "RAY_AUTH_MODE=token before Ray is started and joined, or disabled if that is meant.",
                 stacklevel=2,
             )
         return sys.modules["ray"]
@@ -91,8 +94,8 @@ def start_ray(options: RayOptions | None = None) -> Any:
     try:
         if options.address is not None:
             ray.init(address=options.address, **arguments)
-            return ray
-        if any(_is_started(ray, options, arguments) for _ in range(NUM_STARTS)):
+        if options.address is not None or any(_is_started(ray, options, arguments) for _ in range(NUM_STARTS)):
+            _entered.append(ray)
             return ray
     except (ConnectionError, RuntimeError) as error:
         where = f"the Ray cluster at {options.address}" if options.address else "Ray on this machine"
@@ -156,35 +159,51 @@ def import_ray(options: RayOptions) -> Any:
 
     Raises:
         MissingExtraError: Ray is not installed.
-        SettingsError: Ray was imported before it could be told to authenticate, or a token is missing.
+        SettingsError: RAY_AUTH_MODE turns authentication off, or a token is missing.
     """
     loaded = sys.modules.get("ray")
-    if loaded is None or not loaded.is_initialized():
+    is_new = loaded is None or not loaded.is_initialized()
+    if is_new:
         prepare_environment(options)
     try:
         import ray
     except ImportError as error:
         raise MissingExtraError("Ray is not installed. Install rl-core[ray] as the README says.") from error
+    if is_new and loaded is not None:
+        _read_environment_again()
     return ray
+
+
+def _read_environment_again() -> None:
+    """Tell a Ray that was imported before what it reads at its import; `ray.init` itself does so for the mode."""
+    from ray import _raylet
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") != "0"
+    raylet: Any = _raylet
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def prepare_environment(options: RayOptions) -> None:
     """Set what Ray, and the workers that it starts, read from the environment.
 
     Raises:
-        SettingsError: Ray was imported already, without authentication; or the token of a cluster is missing.
+        SettingsError: RAY_AUTH_MODE is something else, or the token of a cluster is missing.
     """
-    if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token":
+    mode = os.environ.get("RAY_AUTH_MODE", "token")
+    if mode.lower() != "token":
         raise SettingsError(
-            "Ray was imported before it was told to authenticate. Call rl_core.cluster.ray.session.start_ray first, or "
-            "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before ray is imported."
+            f"Ray is started and joined with token authentication here; RAY_AUTH_MODE is {mode!r}. Unset it, or call "
+            "ray.init() yourself before: a Ray that runs is used as it is."
         )
     has_token = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
-    if options.address is not None and not has_token:
+    if options.address is not None and not (has_token or DEFAULT_TOKEN.expanduser().exists()):
         raise SettingsError(
-            f"joining the Ray cluster at {options.address} needs its token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."
+            f"joining the Ray cluster at {options.address} needs its token: set RAY_AUTH_TOKEN or "
+            f"RAY_AUTH_TOKEN_PATH, or write it to {DEFAULT_TOKEN}."
         )
-    if not has_token:
+    if options.address is None and not has_token:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ["RAY_AUTH_MODE"] = "token"
     for name, value in {**QUIET, **FAST_DEATH}.items():
@@ -194,9 +213,9 @@ def prepare_environment(options: RayOptions) -> None:
 
 
 def stop_ray() -> None:
-    """End the Ray that this process started, with every process of it, or leave the one that it joined."""
-    if "ray" in sys.modules:
-        sys.modules["ray"].shutdown()
+    """End what `start_ray` started, with every process of it, or leave what it joined; not a Ray that ran before."""
+    while _entered:
+        _entered.pop().shutdown()
     while _folders:
         path, lock = _folders.pop()
         shutil.rmtree(path, ignore_errors=True)

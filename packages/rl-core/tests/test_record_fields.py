@@ -1,0 +1,233 @@
+"""What a record is made with becomes what its annotations say, or is refused there."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from rl_core import Batch, Prompt, QueueOptions, Ragged, ResourcePool, RowKey, TaskSpec, Trajectory
+from rl_core.data import Timings
+from rl_core.errors import DataError, RLError, SettingsError, ShapeError
+from rl_core.record_fields import Axes, record, record_tuple, settings_record
+from rl_core.testing import make_trajectory
+
+
+class Speaks(Protocol):
+    def say(self) -> str: ...
+
+
+@record
+class Record:
+    name: str = "r"
+    count: int = 0
+    share: float = 0.5
+    is_on: bool = False
+    kind: Literal["a", "b"] = "a"
+    limit: int | None = None
+    folder: Path = Path()
+    words: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
+    pair: tuple[int, str] = (0, "")
+    listed: Sequence[float] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
+    inner: "Record | None" = None
+    anything: Any = None
+    call: Callable[[], None] | None = None
+    speaks: Speaks | None = None
+    ids: Annotated[NDArray[np.int32], Axes("T")] = field(default_factory=lambda: np.zeros(2, np.int32))
+    mask: Annotated[NDArray[np.bool_] | None, Axes("T")] = None
+
+
+ARRAY = np.array([1, 2], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "held"),
+    [
+        ("count", np.int64(3), 3),
+        ("count", 3.0, 3),
+        ("count", np.array(3), 3),
+        ("share", 1, 1.0),
+        ("share", True, 1.0),
+        ("share", np.float32(0.5), 0.5),
+        ("is_on", np.True_, True),
+        ("limit", np.int32(4), 4),
+        ("folder", "a/b", Path("a/b")),
+        ("words", ["x", "y"], ("x", "y")),
+        ("names", ["x", "y"], frozenset("xy")),
+        ("names", {"x"}, frozenset("x")),
+        ("pair", [1, "x"], (1, "x")),
+        ("listed", np.array([1, 2]), (1.0, 2.0)),
+        ("parts", {"a": np.float32(0.5), "b": 1}, {"a": 0.5, "b": 1.0}),
+    ],
+)
+def test_what_loses_nothing_is_converted(name, given, held):
+    found = getattr(Record(**{name: given}), name)
+    assert found == held
+    assert type(found) is type(held)
+
+
+@pytest.mark.parametrize("given", [[1, 2], (1, 2), np.array([1, 2]), np.array([1.0, 2.0]), np.array([1, 2], np.uint8)])
+def test_arrays_are_converted_where_every_value_stays(given):
+    found = Record(ids=given)
+    assert found.ids.dtype == np.int32
+    assert found.ids.tolist() == [1, 2]
+    assert Record(ids=[], mask=[]).ids.dtype == np.int32
+    assert Record(mask=[0, 1]).mask.tolist() == [False, True]
+
+
+def test_what_fits_is_kept_as_it_is():
+    words, parts = ("a",), {"a": 1.0}
+    made = Record(ids=ARRAY, words=words, parts=parts, anything=words)
+    assert (made.ids is ARRAY, made.words is words, made.parts is parts) == (True, True, True)
+    assert replace(made, count=1).ids is ARRAY
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "error", "said"),
+    [
+        ("name", 3, DataError, r"^name of Record must be a text; found 3 \(int\)\.$"),
+        ("count", "3", DataError, r"^count of Record\(name='r'\) must be a whole number; found '3' \(str\)\.$"),
+        ("count", True, DataError, "a whole number"),
+        ("count", 1.5, DataError, "a whole number"),
+        ("count", float("inf"), DataError, "a whole number"),
+        ("share", "0.5", DataError, "a number"),
+        ("share", None, DataError, "a number"),
+        ("is_on", 1, DataError, "True or False"),
+        ("kind", "c", DataError, "one of 'a', 'b'; found 'c'"),
+        ("kind", [], DataError, "one of 'a', 'b'"),
+        ("limit", "x", DataError, "a whole number or None"),
+        ("folder", 3, DataError, "a path"),
+        ("words", "xy", DataError, r"a tuple, each a text; found 'xy' \(str\)"),
+        ("words", [1], DataError, "a tuple"),
+        ("names", "xy", DataError, "a set, each a text"),
+        ("pair", (1,), DataError, "a tuple, a whole number, a text"),
+        ("parts", [("a", 1.0)], DataError, "a mapping, a text to a number"),
+        ("parts", {"a": "x"}, DataError, "a mapping"),
+        ("inner", 3, DataError, "a Record or None"),
+        ("ids", [1.5, 2], ShapeError, r"must be \[T\] int32; found \[1.5, 2\] \(list\), with values that int32"),
+        ("ids", np.array([1, 2**40]), ShapeError, r"found int64 of shape \[2\], with values that int32 cannot hold\."),
+        ("ids", [[1, 2]], ShapeError, r"\[T\] int32"),
+        ("ids", [[1], [2, 3]], ShapeError, r"\[T\] int32"),
+        ("ids", "12", ShapeError, r"\[T\] int32"),
+        ("ids", [True, False], ShapeError, r"\[T\] int32"),
+        ("ids", None, ShapeError, r"\[T\] int32"),
+        ("mask", [0, 2], ShapeError, r"\[T\] bool"),
+        (
+            "mask",
+            [True],
+            ShapeError,
+            r"^mask of Record\(.*\) must have shape \[T\] with T = 2, as ids has; found \[1\]\.$",
+        ),
+    ],
+)
+def test_what_would_change_is_refused_where_it_is_made(name, given, error, said):
+    with pytest.raises(error, match=said):
+        Record(**{name: given})
+    with pytest.raises(error, match=said):
+        replace(Record(), **{name: given})
+
+
+def test_options_are_refused_as_settings_and_own_checks_come_after():
+    @settings_record
+    class Options:
+        limit: int
+
+        def __post_init__(self):
+            if self.limit < 1:
+                raise SettingsError("limit must be at least 1.")
+
+    assert Options(limit=np.int64(2)).limit == 2
+    with pytest.raises(SettingsError, match="a whole number"):
+        Options(limit="2")
+    with pytest.raises(SettingsError, match="at least 1"):
+        Options(limit=np.int64(0))
+
+
+def test_named_tuples_are_checked_too():
+    @record_tuple
+    class Place(NamedTuple):
+        name: str
+        index: int = 0
+
+    assert Place("a", np.int32(3)) == ("a", 3)
+    assert type(Place("a", 3.0).index) is int
+    with pytest.raises(DataError, match=r"name of Place must be a text; found 1 \(int\)"):
+        Place(1)
+
+
+class Hostile:
+    def __getattr__(self, name):
+        raise OSError(name)
+
+    def __repr__(self):
+        raise OSError("no words")
+
+
+@given(st.sampled_from(["name", "count", "share", "is_on", "kind", "words", "names", "pair", "parts", "inner", "ids"]))
+def test_a_value_that_raises_when_it_is_read_is_refused(name):
+    with pytest.raises(RLError, match="something that cannot be shown"):
+        Record(**{name: Hostile()})
+
+
+# -- the records themselves
+
+
+def test_the_issue_of_the_first_user():
+    assert Prompt(uid="p", input_ids=[1, 2]).input_ids.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Prompt(uid=3, input_ids=ARRAY),
+        lambda: Prompt(uid="p", input_ids=["a"]),
+        lambda: Prompt(uid="p", input_ids=ARRAY, messages={"role": "user"}),
+        lambda: make_trajectory("p", "0"),
+        lambda: make_trajectory("p", 0, reward="1"),
+        lambda: make_trajectory("p", 0, finish_reason="done"),
+        lambda: Timings(generate_s="1"),
+        lambda: TaskSpec(name="train", needs="reward"),
+        lambda: TaskSpec(name="train", needs=[], order="random"),
+        lambda: QueueOptions(capacity_rows="8"),
+        lambda: ResourcePool(name="p", size=1.5),
+        lambda: RowKey(1, 0, 0),
+        lambda: RowKey("p", "0", 0),
+        lambda: Batch([("p", 0)], {}),
+        lambda: Batch([RowKey("p", 0, 0)], {"reward": [1.0]}),
+        lambda: Batch([RowKey("p", 0, 0)], {"input_ids": [[1]]}),
+    ],
+)
+def test_records_are_refused_where_they_are_made(make):
+    with pytest.raises((DataError, SettingsError, ShapeError), match="must"):
+        make()
+
+
+def test_a_trajectory_of_lists_is_one():
+    row = make_trajectory("p", 0)
+    names = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
+    same = Trajectory(prompt_uid="p", session_index=0, **{name: getattr(row, name).tolist() for name in names})
+    assert all(np.array_equal(getattr(same, name), getattr(row, name)) for name in names)
+    assert [getattr(same, name).dtype for name in names] == [np.int32, np.bool_, np.float32, np.int32]
+    assert TaskSpec(name="train", needs=["reward"]).needs == frozenset({"reward"})
+    assert QueueOptions(directory="queue").directory == Path("queue")
+    assert Ragged([1, 2, 3], [0, 1, 3])[1].tolist() == [2, 3]
+
+
+def test_a_refusal_shows_no_secret():
+    @settings_record
+    class Server:
+        url: str
+        env: Mapping[str, str] = field(default_factory=dict)
+        api_key: str = ""
+
+    for broken in ({"env": {"TOKEN": "sesame-9", "PORT": 1}}, {"api_key": ["sesame-9"]}, {"env": ["sesame-9"]}):
+        with pytest.raises(SettingsError, match="must be") as refused:
+            Server(url="https://me:sesame-9@example.org", **broken)
+        assert "sesame-9" not in str(refused.value)
