@@ -11,7 +11,7 @@ from rl_trainer_parts.commands.command_line import say
 from rl_trainer_parts.commands.plan import PromptCounts
 from rl_trainer_parts.reporting.trackers import make_console
 from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs
-from rl_trainer_parts.run.folder import RunFolder, open_run, require_resumable
+from rl_trainer_parts.run.folder import RunFolder, choose_products, open_run, require_resumable
 from rl_trainer_parts.settings.schema import Settings
 
 Chosen = TypeVar("Chosen", bound=Settings)
@@ -44,6 +44,7 @@ def train_checked(
     check_trainable(settings)
     inputs = read_inputs(settings)
     check_teachers(settings, inputs.tokenizer, inputs.train)
+    settings = choose_products(settings, resume=resume)
     if dry_run:
         if resume:
             require_resumable(RunFolder(settings.run_folder), settings)
