@@ -208,8 +208,8 @@ def print_report(report: Mapping[str, Any]) -> None:
     for of in report["comparisons"]:
         rounds = ", ".join(f"{ratio:.2f}" for ratio in of["ratio_of_rounds"])
         verdict = "met" if of["is_met"] else "missed"
-        say(f"  {of['workload']}: {of['ratio']:.3f} times {of['peer']} (rounds {rounds}); wanted {of['wanted']:g}: {verdict}")
-        say(f"    {of['memory_ratio']:.2f} times its peak memory")
+        say(f"  {of['workload']}: {of['ratio']:.3f} times {of['peer']} (rounds {rounds})")
+        say(f"    wanted {of['wanted']:g}: {verdict}; {of['memory_ratio']:.2f} times its peak memory")
         found = of["largest_relative_difference"]
         say(f"    losses agree to {found['loss']:.1e}, gradient norms to {found['grad_norm']:.1e}")
 

@@ -1,5 +1,7 @@
 """What rows of a prompt share, and attention over it."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -40,7 +42,7 @@ def check(rows, forest: PrefixForest) -> np.ndarray:
     for path in np.split(forest.places, offsets_of([len(row) for row in rows])[1:-1]):
         segments = segment[path]
         assert (np.diff(path) > 0).all()
-        for before, after in zip(path, path[1:], strict=False):
+        for before, after in itertools.pairwise(path):
             same = segment[before] == segment[after]
             assert after == before + 1 if same else forest.parent[segment[after]] == segment[before]
         if len(segments):
@@ -181,7 +183,7 @@ def forest_and_layout(rows, *, least: int) -> tuple[PrefixForest, PackedLayout]:
 
 def tree(rng: np.random.Generator, *, longest: int) -> list[np.ndarray]:
     """Rows of two prompts, with a trunk that some go on from, one that ends in it, and two that are equal."""
-    draw = lambda size: rng.integers(0, 99, size)  # noqa: E731
+    draw = lambda size: rng.integers(0, 99, size)
     prompt = draw(longest // 2)
     trunk = np.concatenate([prompt, draw(9)])
     rows = [np.concatenate([prompt, draw(n)]) for n in (1, 17, longest)]
@@ -219,6 +221,4 @@ def test_attention_over_a_forest_has_the_right_gradient(matmul_length):
     ]
 
     assert len(forest.spans) == 3
-    assert torch.autograd.gradcheck(
-        lambda *x: prefix_attention(x, layout, scale=0.3, matmul_length=matmul_length), qkv
-    )
+    assert torch.autograd.gradcheck(lambda *x: prefix_attention(x, layout, scale=0.3, matmul_length=matmul_length), qkv)

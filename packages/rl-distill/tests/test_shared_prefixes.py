@@ -83,7 +83,9 @@ def batch_of(rows: list[list[int]], prompts: list[int], seed: int) -> Batch:
     return Batch(keys, {name: Ragged(values, offsets) for name, values in columns.items()})
 
 
-ROWS = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(0, 2)), min_size=1, max_size=9)
+ROWS = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(0, 2)), min_size=1, max_size=9
+)
 
 
 @settings(max_examples=12, deadline=None)

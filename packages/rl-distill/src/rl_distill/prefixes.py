@@ -4,6 +4,7 @@ Sources: prefix sharing in training as AReaL's tree attention and Megatron-LM #7
 depth-first order, so that what goes on from a segment is one stretch of tokens, and attention needs no mask.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ def prefix_forest(rows: Sequence[Int64s], *, min_shared: int) -> PrefixForest:
         min_shared: Fewest tokens of a stretch that is shared, at least 1.
     """
     order = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes())
-    shared = [_num_common(rows[a], rows[b]) for a, b in zip(order, order[1:], strict=False)]
+    shared = [_num_common(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
     parent: list[int] = []
     lengths: list[int] = []
     paths: list[list[int]] = [[] for _ in rows]

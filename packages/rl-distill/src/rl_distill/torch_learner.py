@@ -29,8 +29,8 @@ from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Compari
 from rl_distill.objectives.logit_divergence import LogitDivergence, teacher_tokens
 from rl_distill.objectives.vocabulary_parts import VocabularyPart
 from rl_distill.packing import Pack, pack_batch, unpack_trained, unpack_values
-from rl_distill.reference_model import reference_model
 from rl_distill.products import chosen_products, computing_with
+from rl_distill.reference_model import reference_model
 from rl_distill.schedule import learning_rate_at
 from rl_distill.stepping import (
     check_open,

@@ -183,7 +183,7 @@ def _sharing(settings: Settings) -> Iterator[str]:
         return
     prompt, longest = settings.prompts.max_tokens, settings.prompts.max_tokens + rollout.max_response_tokens
     share = (rollout.group_size - 1) * prompt / (rollout.group_size * longest)
-    yield f"             a group's prompt is computed once, from {least} tokens on: saves up to {share:.0%} of the longest"
+    yield f"             a group's prompt is computed once, from {least} tokens on: saves up to {share:.0%}"
 
 
 def _memory(settings: Settings) -> Iterator[str]:

@@ -1,7 +1,6 @@
-"""Core attention over a pack: rotary embedding, then one call for each bucket of segments, which are whole trajectories
-where none begins as another does.
+"""Core attention over a pack: rotary embedding, then one call for each bucket of segments.
 
-A padded place stands after its trajectory's tokens, so that the causal mask alone keeps it out of their
+Segments are whole trajectories where none begins as another does; else `prefix_attention` has the rest. A padded place stands after its trajectory's tokens, so that the causal mask alone keeps it out of their
 attention, and nothing comes back from it.
 """
 

@@ -124,7 +124,9 @@ class _Places:
             use_matmul = can_matmul and k.shape[1] <= matmul_length
             found.append(_Block(q, k, v, is_causal=True, use_matmul=use_matmul, scale=scale))
         for start, middle, stop in self.layout.spans:
-            q, k, v = (self.in_span(x[a:b]) for x, (a, b) in zip(qkv, ((middle, stop), *[(start, middle)] * 2), strict=True))
+            q, k, v = (
+                self.in_span(x[a:b]) for x, (a, b) in zip(qkv, ((middle, stop), *[(start, middle)] * 2), strict=True)
+            )
             use_matmul = can_matmul and matmul_length > 0 and q.shape[0] * q.shape[1] * k.shape[1] <= _MATMUL_SCORES
             found.append(_Block(q, k, v, is_causal=False, use_matmul=use_matmul, scale=scale))
         return found
@@ -174,9 +176,7 @@ class _PrefixAttention(torch.autograd.Function):
         columns = [places.in_buckets(x, places.heads, has_padding=x is out or x is total) for x in values]
         merged = list(zip(*columns, strict=True))
         merged += [tuple(places.in_span(x[middle:stop]) for x in values) for _, middle, stop in ctx.layout.spans]
-        found = [
-            block.gradients(one[0], one[1:], of) for block, one, of in zip(blocks, merged, own, strict=True)
-        ]
+        found = [block.gradients(one[0], one[1:], of) for block, one, of in zip(blocks, merged, own, strict=True)]
         num_buckets = len(ctx.layout.buckets)
         counts = (num_heads, num_groups, num_groups)
         indices = (places.heads, places.groups, places.groups)
