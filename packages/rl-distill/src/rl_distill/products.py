@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rl_core.errors import SettingsError
 
-Products = Literal["auto", "torch", "onednn"]
+Products = Literal["torch", "onednn"]
 
 _MIN_OPERATIONS = 2**21
 """Multiplications below which a product stays torch's: the way to oneDNN takes some 10 microseconds."""
@@ -43,7 +43,7 @@ def has_onednn() -> bool:
         return False
 
 
-def chosen_products(wanted: Products) -> Literal["torch", "onednn"]:
+def chosen_products(wanted: str) -> Products:
     """What to compute with: "auto" becomes what is faster in a short measurement on this thread.
 
     Raises:
@@ -62,7 +62,7 @@ def chosen_products(wanted: Products) -> Literal["torch", "onednn"]:
 
 
 @lru_cache(maxsize=1)
-def _measured() -> Literal["torch", "onednn"]:
+def _measured() -> Products:
     """What is faster, found once in a process, whose models shall agree."""
     gains = [_seconds(torch.mm, shape) / _seconds(_onednn, shape) for shape in _SHAPES]
     return "onednn" if statistics.mean(gains) >= _MIN_GAIN else "torch"

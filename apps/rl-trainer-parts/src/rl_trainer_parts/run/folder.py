@@ -16,7 +16,6 @@ from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.files import open_lock_file, read_toml, write_durably
 from rl_core.secret_settings import redact
 from rl_distill.checkpoints import CheckpointStore
-from rl_distill.products import Products, chosen_products
 from rl_trainer_parts.run.folder_access import WITHHELD, make_run_folder
 from rl_trainer_parts.settings.fields import ENTRY, find_setting, leaves
 from rl_trainer_parts.settings.schema import ReadableBy, Settings
@@ -221,11 +220,13 @@ def choose_products(settings: Chosen, *, resume: bool) -> Chosen:
     """
     if settings.learner.products != "auto":
         return settings
-    products: Products = "auto"
+    products = "auto"
     file = settings.run_folder / "settings.toml"
     if (resume or settings.run.if_exists == "resume") and file.exists():
         with suppress(DataError):  # which check_resume tells of
             products = read_toml(file).get("learner", {}).get("products", "torch")
+    from rl_distill.learners import chosen_products  # imports torch, which other commands do without
+
     learner = replace(settings.learner, products=chosen_products(products))
     return settings.model_copy(update={"learner": learner})
 

@@ -1,7 +1,8 @@
 """Core attention over a pack: rotary embedding, then one call for each bucket of segments.
 
-Segments are whole trajectories where none begins as another does; else `prefix_attention` has the rest. A padded place stands after its trajectory's tokens, so that the causal mask alone keeps it out of their
-attention, and nothing comes back from it.
+Segments are whole trajectories where none begins as another does; else `prefix_attention` has the rest. A padded
+place stands after its segment's tokens, so that the causal mask alone keeps it out of their attention, and nothing
+comes back from it.
 """
 
 import math
@@ -221,10 +222,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     def _attend_separately(self, qkv: list[Tensor], layout: PackedLayout) -> Tensor:
         """[T, heads, head_dim] where no segment goes on from another."""
         q, k, v = (_bucketed(x, layout.heads[x.shape[1]]) for x in qkv)
-        out = bucket_attention((q, k, v), layout.buckets, scale=self.scale)
+        flat = bucket_attention((q, k, v), layout.buckets, scale=self.scale)
         index = layout.heads[qkv[0].shape[1]]
-        out = _Reorder.apply(out, index.from_buckets, index.to_buckets, index.padding)  # type: ignore[no-untyped-call]
-        return out.view(*qkv[0].shape)
+        out: Tensor = _Reorder.apply(flat, index.from_buckets, index.to_buckets, index.padding)  # type: ignore[no-untyped-call]
+        return out.view(qkv[0].shape)
 
     def _for_own_heads(self, x: Tensor, num_query_heads: int) -> Tensor:
         """All tokens of the heads for which this rank attends, from all heads of its own tokens."""

@@ -39,7 +39,7 @@ class _Block:
 
     def _by_head(self, *tensors: Tensor) -> Iterator[Tensor]:
         """[B, M, ...] as [B, heads, M / heads, ...]."""
-        return (x.unflatten(1, (self._num_heads, -1)) for x in tensors)
+        return (torch.unflatten(x, 1, (self._num_heads, -1)) for x in tensors)
 
     def _for_heads(self) -> Iterator[Tensor]:
         """Keys and values [B, heads, N, D]."""
@@ -99,20 +99,20 @@ class _Places:
             flat.index_fill_(0, index.padding, 0.0)
         sizes = [rows * length * x.shape[1] for rows, length in self.layout.buckets]
         shapes = [(rows * self.num_groups, -1, *x.shape[2:]) for rows, _ in self.layout.buckets]
-        return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+        return [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
 
     def from_buckets(self, parts: list[Tensor], index: HeadIndex, num_heads: int) -> Tensor:
         """The way back, without the padding."""
         flat = torch.cat([part.flatten(0, 1) for part in parts])
-        return flat.index_select(0, index.from_buckets).unflatten(0, (-1, num_heads))
+        return torch.unflatten(flat.index_select(0, index.from_buckets), 0, (-1, num_heads))
 
     def in_span(self, x: Tensor) -> Tensor:
         """[L, heads, ...] as [groups, L * heads of a group, ...]."""
-        return x.unflatten(1, (self.num_groups, -1)).transpose(0, 1).flatten(1, 2)
+        return torch.unflatten(x, 1, (self.num_groups, -1)).transpose(0, 1).flatten(1, 2)
 
     def from_span(self, x: Tensor, num_heads: int) -> Tensor:
         """The way back."""
-        return x.unflatten(1, (-1, num_heads // self.num_groups)).transpose(0, 1).flatten(1, 2)
+        return torch.unflatten(x, 1, (-1, num_heads // self.num_groups)).transpose(0, 1).flatten(1, 2)
 
     def blocks(self, qkv: tuple[Tensor, Tensor, Tensor], *, scale: float, matmul_length: int) -> list[_Block]:
         """Of queries [T, heads, D], keys and values [T, groups, D]."""
