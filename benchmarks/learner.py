@@ -109,7 +109,8 @@ def run_workloads(
     with ExitStack() as stack:
         sides = {side: None for of in found.values() for side in of}
         peers = {side: stack.enter_context(start(side, options, folder)) for side in sides}
-        for workload, of in found.items():
+        for workload in sorted(found, key=lambda name: name not in SHARED):  # while all sides have done the same steps
+            of = found[workload]
             for number in range(options.rounds + 1):
                 request = {"operation": "step", "workload": workload, "seed": number}
                 for side in list(of)[:: 1 if number % 2 else -1]:
