@@ -8,7 +8,10 @@ from numpy.typing import NDArray
 
 Lengths = NDArray[np.int64]
 
-WORKLOADS = ("equal", "ragged")
+SHARED = ("shared_256_8", "shared_512_16", "trees")
+"""Workloads whose rows begin alike, which are also measured against our learner computing each row on its own."""
+
+WORKLOADS = ("equal", "ragged", *SHARED)
 OPTIMIZER: dict[str, Any] = {
     "learning_rate": 1e-5,
     "betas": (0.9, 0.999),
@@ -38,6 +41,7 @@ class Preset:
         longest: Tokens of the longest row of `ragged`; rows of `equal` have the mean.
         prompts: Tokens of the shortest prompt, and of the longest.
         budget: Most tokens of a micro-batch, padding included.
+        shrink: What prompts, responses and turns of the shared workloads are divided by.
         tolerance: Largest relative difference of losses and of gradient norms.
     """
 
@@ -48,6 +52,7 @@ class Preset:
     longest: int
     prompts: tuple[int, int]
     budget: int
+    shrink: int = 1
     tolerance: float = 1e-4
     num_parameters: int = field(init=False, default=0)
 
@@ -83,6 +88,7 @@ PRESETS = {
         longest=40,
         prompts=(2, 4),
         budget=160,
+        shrink=16,
     ),
     "8m": Preset(
         policy={
@@ -94,7 +100,7 @@ PRESETS = {
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 64,
-            "max_position_embeddings": 512,
+            "max_position_embeddings": 1024,
         },
         num_rows=32,
         shortest=48,
@@ -134,11 +140,13 @@ class Rows:
         input_ids: [T] int32.
         lengths: [N] tokens of each row.
         prompt_lengths: [N] tokens at the start of each row that do not train.
+        prompts: [N] number of each row's prompt.
     """
 
     input_ids: NDArray[np.int32]
     lengths: Lengths
     prompt_lengths: Lengths
+    prompts: Lengths
 
     @property
     def offsets(self) -> Lengths:
@@ -153,23 +161,48 @@ class Rows:
 
 
 def make_rows(preset: Preset, workload: str, *, seed: int) -> Rows:
-    """A batch of random tokens; lengths of `ragged` are evenly spread, in random order.
+    """A batch of random tokens.
 
     Args:
         preset: Sizes.
-        workload: `equal` or `ragged`; both have as many tokens, whatever the seed.
+        workload: Of `equal` and `ragged`, which have as many tokens, rows share nothing, and lengths of `ragged` are
+            evenly spread, in random order. `shared_P_G` has 16 responses of 32 to 256 tokens, G to each prompt of P.
+            `trees` has 4 sessions of 4 turns to a prompt of 256 tokens, with 3 forks of each: after each turn but the
+            last one another goes on. A turn has 64 tokens.
         seed: Of tokens and order.
     """
     random = np.random.default_rng(seed)
+    draw = lambda size: random.integers(0, preset.policy["vocab_size"], size, dtype=np.int32)
+    if workload == "trees":
+        prompt, turn = draw(256 // preset.shrink), 64 // preset.shrink
+        rows = []
+        for _ in range(4):
+            trunk = np.concatenate([prompt, draw(4 * turn)])
+            rows += [trunk, *(np.concatenate([trunk[: len(prompt) + n * turn], draw(turn)]) for n in (1, 2, 3))]
+        return _of_rows(rows, [len(prompt)] * len(rows), [0] * len(rows))
+    if workload in SHARED:
+        _, size, group = workload.split("_")
+        lengths = random.permutation(np.linspace(32, 256, 16) / preset.shrink).round().astype(np.int64)
+        prompts = [draw(int(size) // preset.shrink) for _ in range(16 // int(group))]
+        numbers = [row // int(group) for row in range(16)]
+        rows = [np.concatenate([prompts[number], draw(n)]) for number, n in zip(numbers, lengths, strict=True)]
+        return _of_rows(rows, [int(size) // preset.shrink] * 16, numbers)
     if workload == "equal":
         lengths = np.full(preset.num_rows, (preset.shortest + preset.longest) // 2)
     else:
         lengths = random.permutation(np.linspace(preset.shortest, preset.longest, preset.num_rows).round())
     lengths = lengths.astype(np.int64)
+    ids = draw(int(lengths.sum()))
+    prompt_lengths = random.integers(preset.prompts[0], preset.prompts[1] + 1, preset.num_rows)
+    return Rows(input_ids=ids, lengths=lengths, prompt_lengths=prompt_lengths, prompts=np.arange(preset.num_rows))
+
+
+def _of_rows(rows: list[NDArray[np.int32]], prompt_lengths: list[int], prompts: list[int]) -> Rows:
     return Rows(
-        input_ids=random.integers(0, preset.policy["vocab_size"], int(lengths.sum()), dtype=np.int32),
-        lengths=lengths,
-        prompt_lengths=random.integers(preset.prompts[0], preset.prompts[1] + 1, preset.num_rows),
+        input_ids=np.concatenate(rows),
+        lengths=np.array([len(row) for row in rows], dtype=np.int64),
+        prompt_lengths=np.array(prompt_lengths, dtype=np.int64),
+        prompts=np.array(prompts, dtype=np.int64),
     )
 
 

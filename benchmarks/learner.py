@@ -26,6 +26,7 @@ from _children import BENCHMARKS, ChildFailedError, Peer
 from _learner_summary import (
     OURS,
     PEER,
+    UNSHARED,
     DisagreementError,
     Measured,
     check_agreement,
@@ -33,9 +34,9 @@ from _learner_summary import (
     model_flops,
     result_row,
 )
-from _learner_workload import OPTIMIZER, PRESETS, WORKLOADS, Preset, make_rows
+from _learner_workload import OPTIMIZER, PRESETS, SHARED, WORKLOADS, Preset, make_rows
 
-SIDES = {OURS: "our_learner.py", PEER: "transformers_learner.py"}
+SIDES = {OURS: "our_learner.py", PEER: "transformers_learner.py", UNSHARED: "our_learner.py"}
 STEP_TIMEOUT_S = 600.0
 
 
@@ -104,18 +105,25 @@ def run_workloads(
     Raises:
         ChildFailedError: A side failed.
     """
-    found = {workload: {side: Measured() for side in SIDES} for workload in workloads}
+    found = {workload: {side: Measured() for side in sides_of(workload)} for workload in workloads}
     with ExitStack() as stack:
-        peers = {side: stack.enter_context(start(side, options, folder)) for side in SIDES}
-        for workload, of in found.items():
+        sides = {side: None for of in found.values() for side in of}
+        peers = {side: stack.enter_context(start(side, options, folder)) for side in sides}
+        for workload in sorted(found, key=lambda name: name not in SHARED):  # while all sides have done the same steps
+            of = found[workload]
             for number in range(options.rounds + 1):
                 request = {"operation": "step", "workload": workload, "seed": number}
-                for side in list(SIDES)[:: 1 if number % 2 else -1]:
+                for side in list(of)[:: 1 if number % 2 else -1]:
                     of[side].add(peers[side].ask(request, timeout_s=STEP_TIMEOUT_S))
                 tell(workload, number, of)
-            for side, peer in peers.items():
-                of[side].about = peer.ask({"operation": "about"}, timeout_s=STEP_TIMEOUT_S)
+            for side in of:
+                of[side].about = peers[side].ask({"operation": "about"}, timeout_s=STEP_TIMEOUT_S)
     return found
+
+
+def sides_of(workload: str) -> list[str]:
+    """Who takes turns: where rows begin alike, also our learner that computes each on its own."""
+    return [OURS, PEER, UNSHARED] if workload in SHARED else [OURS, PEER]
 
 
 def start(side: str, options: argparse.Namespace, folder: Path) -> Peer:
@@ -130,8 +138,10 @@ def start(side: str, options: argparse.Namespace, folder: Path) -> Peer:
     ]
     variables = {
         "OMP_NUM_THREADS": str(options.threads),
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # two processes share one GPU
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # the processes share one GPU
     }
+    if side == UNSHARED:
+        variables["SHARED_PREFIX_TOKENS"] = "0"
     return Peer(side, command, folder, variables=variables)
 
 
@@ -176,32 +186,31 @@ def add_workload(report: dict[str, Any], workload: str, preset: Preset, found: M
     Raises:
         DisagreementError: The sides did not compute the same.
     """
-    differences = check_agreement(found[OURS], found[PEER], tolerance=preset.tolerance)
     lengths = make_rows(preset, workload, seed=0).lengths.tolist()
     sizes = [preset.policy[name] for name in ("num_hidden_layers", "num_attention_heads", "head_dim")]
     flops = model_flops(
         num_parameters=preset.num_parameters, lengths=lengths, attention_size=sizes[0] * sizes[1] * sizes[2]
     )
     report["results"] += [result_row(side, workload, of, flops=flops) for side, of in found.items()]
-    compared = comparison(workload, found[OURS], found[PEER])
-    report["comparisons"].append({**compared, "largest_relative_difference": differences})
+    for side in sides_of(workload)[1:]:
+        differences = check_agreement(found[OURS], found[side], tolerance=preset.tolerance)
+        compared = comparison(workload, found[OURS], found[side], peer=side)
+        report["comparisons"].append({**compared, "largest_relative_difference": differences})
 
 
 def print_report(report: Mapping[str, Any]) -> None:
     """The tables."""
-    say(f"\n  {'workload':10}{'system':14}{'tokens/s':>10}{'best':>10}{'peak MB':>10}{'fill':>7}{'MFU':>8}")
+    say(f"\n  {'workload':14}{'system':14}{'tokens/s':>10}{'best':>10}{'peak MB':>10}{'fill':>7}{'MFU':>8}")
     for row in report["results"]:
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.3f}"
         speeds = f"{row['tokens_per_s']:>10,.0f}{row['tokens_per_s_best']:>10,.0f}{row['peak_memory_mb']:>10,.0f}"
-        say(f"  {row['workload']:10}{row['system']:14}{speeds}{row['fill']:>7.2f}{mfu:>8}")
+        say(f"  {row['workload']:14}{row['system']:14}{speeds}{row['fill']:>7.2f}{mfu:>8}")
     say("\ntargets")
     for of in report["comparisons"]:
         rounds = ", ".join(f"{ratio:.2f}" for ratio in of["ratio_of_rounds"])
         verdict = "met" if of["is_met"] else "missed"
-        say(
-            f"  {of['workload']}: {of['ratio']:.3f} times transformers (rounds {rounds}); wanted {of['wanted']:g}: "
-            f"{verdict}"
-        )
+        say(f"  {of['workload']}: {of['ratio']:.3f} times {of['peer']} (rounds {rounds})")
+        say(f"    wanted {of['wanted']:g}: {verdict}; {of['memory_ratio']:.2f} times its peak memory")
         found = of["largest_relative_difference"]
         say(f"    losses agree to {found['loss']:.1e}, gradient norms to {found['grad_norm']:.1e}")
 

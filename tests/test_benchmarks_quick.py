@@ -70,14 +70,17 @@ def check_distillation(report: Report, _: str) -> None:
 
 def check_learner(report: Report, _: str) -> None:
     rows = rows_of(report, "system", "workload")
-    assert rows.keys() == {(side, kind) for side in ("ours", "transformers") for kind in ("equal", "ragged")}
+    sides, shared = ("ours", "transformers"), ("shared_256_8", "shared_512_16", "trees")
+    expected = {(side, kind) for side in sides for kind in ("equal", "ragged", *shared)}
+    assert rows.keys() == expected | {("ours_unshared", kind) for kind in shared}
     for row in rows.values():
         assert row["tokens_per_s"] > 0
         assert row["peak_memory_mb"] > row["start_memory_mb"] > 0
         assert len(set(row["losses"])) == 2  # it trains: a warm-up and a round, on batches of their own
     fills = {key: row["fill"] for key, row in rows.items()}
     assert fills["ours", "ragged"] == fills["transformers", "equal"] == 1.0 > fills["transformers", "ragged"]
-    assert len(report["comparisons"]) == 2
+    assert all(fills["ours", kind] > 1.5 > 1.0 == fills["ours_unshared", kind] for kind in shared)
+    assert len(report["comparisons"]) == 8
     assert all(max(of["largest_relative_difference"].values()) < 1e-4 for of in report["comparisons"])
 
 

@@ -1,5 +1,6 @@
-"""This project's Megatron learner as one side of benchmarks/learner.py."""
+"""This project's Megatron learner as a side of benchmarks/learner.py; in SHARED_PREFIX_TOKENS what it shares."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -24,13 +25,14 @@ class Ours:
             dtype=preset.dtype,
             micro_batch_tokens=preset.budget,
             num_threads=torch.get_num_threads(),
+            shared_prefix_tokens=int(os.environ.get("SHARED_PREFIX_TOKENS", LearnerOptions().shared_prefix_tokens)),
         )
         self._learner = MegatronLearner(policy, options)
 
     def step(self, rows: Rows) -> Outcome:
-        """One optimizer step; nothing is padded."""
+        """One optimizer step; nothing is padded, and what rows share is computed once."""
         result = self._learner.train_step(batch_of(rows), supervised_objective)
-        return Outcome(loss=result.loss, grad_norm=result.grad_norm, num_computed_tokens=len(rows.input_ids))
+        return Outcome(loss=result.loss, grad_norm=result.grad_norm, num_computed_tokens=result.computed_tokens)
 
 
 def batch_of(rows: Rows) -> Batch:
@@ -41,7 +43,7 @@ def batch_of(rows: Rows) -> Batch:
         "loss_mask": mask,
         "loss_weights": (mask / mask.sum()).astype(np.float32),
     }
-    keys = [RowKey(f"prompt{row}", 0, 0) for row in range(len(rows.lengths))]
+    keys = [RowKey(f"prompt{prompt}", row, 0) for row, prompt in enumerate(rows.prompts)]
     return Batch(keys, {name: Ragged(column, rows.offsets) for name, column in values.items()})
 
 

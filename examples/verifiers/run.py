@@ -3,6 +3,7 @@
 python examples/verifiers/run.py    # in an environment of its own: see README.md
 """
 
+import argparse
 import asyncio
 import logging
 import sys
@@ -77,6 +78,7 @@ async def roll_out(folder: Path) -> list[GroupResult]:
 
 def main() -> None:
     """Print what trains."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     logging.disable(logging.WARNING)
     sys.path.insert(0, str(Path(__file__).parent))  # verifiers imports a taskset by its id, here sums.py
     with tempfile.TemporaryDirectory() as folder:

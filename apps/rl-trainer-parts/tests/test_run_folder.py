@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rl_core.errors import DataError, EngineError, SettingsError
-from rl_trainer_parts.run.folder import CHANGEABLE_ON_RESUME, RunFolder, open_run
+from rl_trainer_parts.run.folder import CHANGEABLE_ON_RESUME, RunFolder, choose_products, open_run
 from rl_trainer_parts.settings.fields import setting_fields
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
@@ -63,6 +63,25 @@ def begin(settings: Settings, *, resume: bool = False) -> list[str]:
     with open_run(settings, resume=resume, say=said.append):
         pass
     return said
+
+
+def test_a_resumed_run_computes_with_the_products_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("rl_distill.learners.chosen_products", lambda wanted: asked.append(wanted) or "onednn")
+    settings = settings_in(tmp_path)
+    begun = choose_products(settings, resume=False)
+    begin(begun)
+    monkeypatch.setattr("rl_distill.learners.chosen_products", lambda wanted: asked.append(wanted) or wanted)
+
+    resumed = choose_products(settings, resume=True)
+
+    assert asked == ["auto", "onednn"]
+    assert resumed.learner.products == begun.learner.products == "onednn"
+    begin(resumed, resume=True)
+    with pytest.raises(SettingsError, match=r"learner\.products: the run has 'onednn', now 'torch'"):
+        begin(settings_in(tmp_path, learner__products="torch"), resume=True)
 
 
 def test_a_new_run_writes_its_settings_defaults_included(tmp_path: Path) -> None:

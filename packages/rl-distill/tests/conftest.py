@@ -117,9 +117,13 @@ def one_rank() -> None:
 
 @pytest.fixture(scope="session")
 def make_batch() -> Callable[..., Batch]:
-    """Rows of random tokens; the first two of each are the prompt, and advantages alternate."""
+    """Rows of random tokens; the first two of each are the prompt, and advantages alternate.
 
-    def make(lengths: Sequence[int], *, seed: int = 0) -> Batch:
+    With num_prompts, rows belong to so many prompts, and those of one begin alike: up to different places, so that they
+    make a tree.
+    """
+
+    def make(lengths: Sequence[int], *, seed: int = 0, num_prompts: int | None = None) -> Batch:
         random = np.random.default_rng(seed)
         offsets = offsets_of(lengths)
         total = int(offsets[-1])
@@ -133,6 +137,12 @@ def make_batch() -> Callable[..., Batch]:
             "advantages": (signs * mask).astype(np.float32),
         }
         keys = [RowKey(f"prompt{i}", 0, 0) for i in range(len(lengths))]
+        if num_prompts is not None:
+            keys = [RowKey(f"prompt{i % num_prompts}", i // num_prompts, 0) for i in range(len(lengths))]
+            for row in range(num_prompts, len(lengths)):
+                start, before = offsets[row], offsets[row - num_prompts]
+                alike = int(random.integers(0, min(lengths[row], lengths[row - num_prompts]) + 1))
+                values["input_ids"][start : start + alike] = values["input_ids"][before : before + alike]
         return Batch(keys, {name: Ragged(column, offsets) for name, column in values.items()})
 
     return make

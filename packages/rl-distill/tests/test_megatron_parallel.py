@@ -1,4 +1,7 @@
-"""Every parallel layout against one rank: loss and gradient norm over three steps, weights, checkpoints."""
+"""Every parallel layout against one rank: loss and gradient norm over three steps, weights, checkpoints.
+
+The layouts compute once what rows share, the one rank each row on its own.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +22,11 @@ MakeBatch = Callable[..., Batch]
 Started = Any  # conftest's
 LENGTHS = (7, 3, 12, 3, 5, 1, 9, 12, 4, 6)
 OPTIONS = LearnerOptions(learning_rate=1e-3, weight_decay=0.1, micro_batch_tokens=24, num_threads=1, eps=1e-6)
+SHARING, NOT_SHARING = replace(OPTIONS, shared_prefix_tokens=1), replace(OPTIONS, shared_prefix_tokens=0)
+NUM_TOKEN_IDS = 64
+NUM_PROMPTS = {1: 2, 2: None, 3: 3}
+"""Of the batch of each step."""
+
 
 TWO = {
     "TP2": ParallelOptions(ranks=2, tensor=2),
@@ -77,7 +85,11 @@ def four_layers_untied(policy_writer: Callable[..., Path], tmp_path_factory: pyt
 def three_steps(learner: MegatronLearner, make_batch: MakeBatch) -> list[StepResult]:
     return [
         learner.train_step(
-            make_batch(LENGTHS, seed=step), policy_gradient, temperature=0.8, with_entropy=True, with_tokens=True
+            make_batch(LENGTHS, seed=step, num_prompts=NUM_PROMPTS[step]),
+            policy_gradient,
+            temperature=0.8,
+            with_entropy=True,
+            with_tokens=True,
         )
         for step in (1, 2, 3)
     ]
@@ -85,20 +97,24 @@ def three_steps(learner: MegatronLearner, make_batch: MakeBatch) -> list[StepRes
 
 def check_parity(started: Started, parallel: ParallelOptions, policy: Path, make_batch: MakeBatch) -> None:
     """Logprobs, loss and gradient norm of three steps, metrics and weights are those of one rank."""
-    alone = MegatronLearner(policy, OPTIONS)
+    alone = MegatronLearner(policy, NOT_SHARING)
     ranks = started.in_layout(parallel)
-    together = MegatronLearner(policy, OPTIONS, ranks=ranks)
+    together = MegatronLearner(policy, SHARING, ranks=ranks)
     assert together.num_parameters == alone.num_parameters
     for name, tensor in alone.export_weights().items():
         assert torch.equal(together.export_weights()[name], tensor), name
-    batch = make_batch(LENGTHS)
-    np.testing.assert_allclose(together.logprobs(batch).values, alone.logprobs(batch).values, rtol=0, atol=5e-6)
+    for num_prompts in (None, 3):
+        batch = make_batch(LENGTHS, num_prompts=num_prompts)
+        np.testing.assert_allclose(together.logprobs(batch).values, alone.logprobs(batch).values, rtol=0, atol=5e-6)
     steps = zip(three_steps(together, make_batch), three_steps(alone, make_batch), (1e-6, 1e-5, 1e-5), strict=True)
     for found, expected, tolerance in steps:
         assert found.loss == pytest.approx(expected.loss, rel=tolerance, abs=tolerance)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
         assert found.metrics == pytest.approx(expected.metrics)
         assert found.step == expected.step
+        is_shared = found.step != 2
+        assert (found.computed_tokens < sum(LENGTHS)) is is_shared
+        assert expected.computed_tokens == sum(LENGTHS)
         assert found.tokens.keys() == expected.tokens.keys() == {"policy_logprobs", "entropy"}
         for name, column in expected.tokens.items():
             np.testing.assert_allclose(found.tokens[name].values, column.values, rtol=0, atol=2e-5)
@@ -144,11 +160,11 @@ def test_four_ranks_of_experts_are_one(
 
 @pytest.mark.parametrize("layout", ["TP2+SP CP2", "PP2 interleaved DP2", "TP2 PP2"])
 def test_a_critic_over_ranks_is_one(layout: str, four_ranks: Started, four_layers: Path, make_batch: MakeBatch):
-    alone = MegatronCritic(four_layers, OPTIONS)
+    alone = MegatronCritic(four_layers, NOT_SHARING)
     ranks = four_ranks.in_layout(FOUR[layout])
-    together = MegatronCritic(four_layers, OPTIONS, ranks=ranks)
+    together = MegatronCritic(four_layers, SHARING, ranks=ranks)
     for step, tolerance in ((1, 1e-6), (2, 1e-5), (3, 1e-5)):
-        batch = make_batch(LENGTHS, seed=step)
+        batch = make_batch(LENGTHS, seed=step, num_prompts=NUM_PROMPTS[step])
         found, expected = (critic.train_step(batch, squared_error) for critic in (together, alone))
         assert found.loss == pytest.approx(expected.loss, rel=tolerance)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
@@ -270,12 +286,14 @@ def test_a_learner_that_was_offloaded_goes_on(
 def test_replayed_experts_are_the_same_over_ranks(
     layout: str, four_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch
 ):
-    plain = make_batch(LENGTHS)
+    plain = make_batch(LENGTHS, num_prompts=3)
     offsets = plain.ragged("input_ids").offsets
-    chosen = np.random.default_rng(3).permuted(np.tile(np.arange(4), (int(offsets[-1]), 4, 1)), axis=2)[..., :2]
+    orders = np.random.default_rng(3).permuted(np.tile(np.arange(4), (NUM_TOKEN_IDS, 4, 1)), axis=2)[..., :2]
+    chosen = orders[plain.ragged("input_ids").values]  # the same for the same token, as a shared prefix has
+    chosen[offsets[3] + 1] = (chosen[offsets[3] + 1] + 1) % 4  # but not in this row
     batch = plain.with_columns({"routed_experts": Ragged(chosen.astype(np.int16), offsets)})
-    alone = MegatronLearner(four_layers_of_experts, OPTIONS)
-    together = MegatronLearner(four_layers_of_experts, OPTIONS, ranks=four_ranks.in_layout(FOUR_OF_EXPERTS[layout]))
+    alone = MegatronLearner(four_layers_of_experts, NOT_SHARING)
+    together = MegatronLearner(four_layers_of_experts, SHARING, ranks=four_ranks.in_layout(FOUR_OF_EXPERTS[layout]))
 
     expected = alone.logprobs(batch).values
     np.testing.assert_allclose(together.logprobs(batch).values, expected, rtol=0, atol=5e-6)

@@ -60,6 +60,7 @@ class StepResult:
         broken_rows: Rows of the batch in which something is not finite, where that was found out.
         tokens: Of each trained token of the batch, aligned with input_ids and 0 elsewhere, float32: "policy_logprobs",
             before the update, and "entropy". Empty unless they were asked for.
+        computed_tokens: Tokens that the step computed; less than the batch has where rows begin alike.
     """
 
     step: int
@@ -70,6 +71,7 @@ class StepResult:
     is_applied: bool = True
     broken_rows: tuple[int, ...] = ()
     tokens: Mapping[str, Ragged] = field(default_factory=dict)
+    computed_tokens: int = 0
 
 
 class Scorer(Protocol):

@@ -10,6 +10,9 @@ from rl_core.errors import SettingsError
 from rl_core.weights import Canary
 from rl_distill.checkpoints.pending_save import saved_together
 from rl_distill.learner import Critic, Learner, PendingSave, Scorer
+from rl_distill.products import chosen_products
+
+__all__ = ["Learners", "chosen_products"]
 
 CRITIC_FOLDER = "critic"
 

@@ -11,6 +11,7 @@ from rl_distill.option_values import is_number, not_among, not_numbers, not_whol
 DTYPES = ("float32", "bfloat16")
 DECAYS = ("linear", "cosine")
 RECOMPUTES = ("none", "full")
+PRODUCTS = ("auto", "torch", "onednn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,10 @@ class LearnerOptions:
         clip_grad: Largest global gradient norm; 0 turns clipping off.
         micro_batch_tokens: Most tokens of a micro-batch, for each rank that shares its tokens (`context`); a longer
             trajectory gets its own.
+        shared_prefix_tokens: Rows of a prompt that begin with at least so many tokens alike compute them once, which
+            changes results by rounding alone; 0 computes each row on its own. GPUs always do.
+        products: float32 matrix products on a CPU: "torch" (MKL's), "onednn", or "auto" for what is faster here, which
+            a run measures at its start and keeps.
         dtype: Parameters in "float32" or "bfloat16" (with float32 master weights).
         recompute: "full" makes each layer's activations again in the backward pass, for memory; "none" keeps them.
         num_threads: Threads of a CPU learner; None leaves torch's setting.
@@ -45,6 +50,8 @@ class LearnerOptions:
     weight_decay: float = 0.0
     clip_grad: float = 1.0
     micro_batch_tokens: int = 8192
+    shared_prefix_tokens: int = 16
+    products: Literal["auto", "torch", "onednn"] = "auto"
     dtype: str = "float32"
     recompute: Literal["none", "full"] = "none"
     num_threads: int | None = None
@@ -52,11 +59,11 @@ class LearnerOptions:
 
     def problems(self) -> Iterator[str]:
         """What cannot be: each names the option, what it must be, and what it is."""
-        yield from not_whole(self, {"warmup_steps": 0, "micro_batch_tokens": 1, "seed": 0})
+        yield from not_whole(self, {"warmup_steps": 0, "micro_batch_tokens": 1, "shared_prefix_tokens": 0, "seed": 0})
         yield from not_whole(self, {"decay_steps": 1, "num_threads": 1}, or_none=True)
         yield from not_numbers(self, ("learning_rate", "eps"), above=0.0)
         yield from not_numbers(self, ("min_learning_rate", "weight_decay", "clip_grad"), at_least=0.0)
-        yield from not_among(self, {"dtype": DTYPES, "decay": DECAYS, "recompute": RECOMPUTES})
+        yield from not_among(self, {"dtype": DTYPES, "decay": DECAYS, "recompute": RECOMPUTES, "products": PRODUCTS})
         betas = self.betas
         if len(betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
             yield f"betas must be two numbers of at least 0 and below 1; found {betas!r}."

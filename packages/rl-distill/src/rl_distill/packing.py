@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from rl_core.data import Batch, Ragged, column_spec, offsets_of, token_positions
 from rl_core.errors import ShapeError
 from rl_distill.learner import MicroBatch
+from rl_distill.prefixes import ROUTED_EXPERTS, PrefixForest, batch_forest, computed_units
 
 Rows = NDArray[np.int64]
 
-ROUTED_EXPERTS = "routed_experts"
 INDICES = frozenset({ROUTED_EXPERTS, "teacher_ids", "teacher_index"})
 """Token columns of indices; the others are numbers or claims."""
 
@@ -27,11 +27,13 @@ class Pack:
         micro_batch: On the learner's device.
         rows: [S] int64 rows of the batch, in the order of the pack.
         offsets: [S + 1] int64, the micro-batch's offsets on the CPU.
+        forest: What its rows share.
     """
 
     micro_batch: MicroBatch
     rows: Rows
     offsets: NDArray[np.int64]
+    forest: PrefixForest
 
 
 def plan_micro_batches(lengths: NDArray[np.int64], *, max_tokens: int) -> list[Rows]:
@@ -83,6 +85,28 @@ def plan_ranks(
         plan = _evened(order, lengths[order], num_cuts=num_micro_batches, max_tokens=max_tokens)
         plans.append(plan + [np.zeros(0, dtype=np.int64)] * (num_micro_batches - len(plan)))
     return plans
+
+
+def plan_batch(
+    batch: Batch, *, max_tokens: int, num_ranks: int, multiple_of: int = 1, min_shared: int = 0
+) -> list[list[Rows]]:
+    """`plan_ranks` of a batch's rows, by the tokens that are computed for them.
+
+    Args:
+        batch: Has `input_ids`.
+        max_tokens: Most tokens that are computed for a micro-batch; a longer row gets its own.
+        num_ranks: Data-parallel ranks.
+        multiple_of: What the number of micro-batches of a rank must be a multiple of.
+        min_shared: Fewest tokens with which rows of a prompt begin alike that are computed once; 0 for none.
+
+    Raises:
+        ShapeError: max_tokens is below 1, or a row is empty.
+    """
+    _checked(batch.ragged("input_ids").lengths, max_tokens)
+    units, sizes = computed_units(batch, min_shared=min_shared, max_tokens=max_tokens, num_ranks=num_ranks)
+    plans = plan_ranks(sizes, max_tokens=max_tokens, num_ranks=num_ranks, multiple_of=multiple_of)
+    empty = np.zeros(0, dtype=np.int64)
+    return [[np.concatenate([empty, *(units[unit] for unit in part)]) for part in plan] for plan in plans]
 
 
 def _checked(lengths: NDArray[np.int64], max_tokens: int) -> NDArray[np.int64]:
@@ -146,13 +170,14 @@ def _cuts(ordered: NDArray[np.int64], max_tokens: int) -> list[int]:
         starts.append(stop)
 
 
-def pack_rows(batch: Batch, rows: Rows, *, device: torch.device) -> Pack:
+def pack_rows(batch: Batch, rows: Rows, *, device: torch.device, min_shared: int = 0) -> Pack:
     """Make a micro-batch of some rows, with every token column of the batch.
 
     Args:
         batch: Has `input_ids`.
         rows: [S] rows to take, in this order.
         device: Where the tensors go.
+        min_shared: Fewest tokens with which rows of a prompt begin alike that are computed once; 0 for none.
     """
     ids = batch.ragged("input_ids")
     lengths = ids.lengths[rows]
@@ -170,7 +195,8 @@ def pack_rows(batch: Batch, rows: Rows, *, device: torch.device) -> Pack:
         offsets=_tensor(offsets, device),
         columns=columns,
     )
-    return Pack(micro_batch, rows, offsets)
+    needed = batch.only({"input_ids"} | ({ROUTED_EXPERTS} & batch.names))
+    return Pack(micro_batch, rows, offsets, batch_forest(needed.select(rows), min_shared=min_shared))
 
 
 def _dtype(column: str) -> type[np.generic]:

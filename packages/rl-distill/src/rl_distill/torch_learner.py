@@ -5,6 +5,7 @@ Needs transformers, which comes with the extra `rl-distill[megatron]`.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Compari
 from rl_distill.objectives.logit_divergence import LogitDivergence, teacher_tokens
 from rl_distill.objectives.vocabulary_parts import VocabularyPart
 from rl_distill.packing import Pack, pack_batch, unpack_trained, unpack_values
+from rl_distill.products import chosen_products, computing_with
 from rl_distill.reference_model import reference_model
 from rl_distill.schedule import learning_rate_at
 from rl_distill.stepping import (
@@ -62,12 +64,13 @@ class TorchLearner:
             DataError: A file or tensor of the folder is missing or torn.
         """
         options.check()
-        self._options = options
         self._source = open_policy(policy)
         dtype = parameter_dtype(options)
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
         self._device = device or torch.device("cpu")
+        products = chosen_products(options.products) if self._device.type == "cpu" else "torch"
+        self._options = options = replace(options, products=products)
         with torch.random.fork_rng():
             torch.manual_seed(options.seed)
             model = reference_model(self._source.config_json, self._source.config)
@@ -96,7 +99,7 @@ class TorchLearner:
         """Logprobs of all tokens, float32, in the batch's row order, first token 0."""
         check_open(self._is_open)
         packs = self._packs(batch)
-        with torch.no_grad():
+        with computing_with(self._options.products), torch.no_grad():
             values = [self._score(pack, temperature)[0] for pack in packs]
         return unpack_values(packs, values, batch)
 
@@ -121,10 +124,11 @@ class TorchLearner:
         loss, metrics, scored = 0.0, [], []
         packs = self._packs(batch)
         for pack in packs:
-            logprobs, entropy, logits = self._score(pack, temperature)
-            micro = self._compared(pack, logits, comparison_of(objective))
-            part, sums = objective(logprobs, entropy if with_entropy else None, micro)
-            part.backward()  # type: ignore[no-untyped-call]
+            with computing_with(self._options.products):
+                logprobs, entropy, logits = self._score(pack, temperature)
+                micro = self._compared(pack, logits, comparison_of(objective))
+                part, sums = objective(logprobs, entropy if with_entropy else None, micro)
+                part.backward()  # type: ignore[no-untyped-call]
             loss += float(part.detach())
             metrics.append(sums)
             scored.append({"policy_logprobs": logprobs.detach(), "entropy": entropy.detach()})
@@ -146,6 +150,7 @@ class TorchLearner:
             metrics=metric_values([metric_totals(metrics)]),
             is_applied=is_applied,
             tokens=unpack_trained(packs, scored, batch) if with_tokens else {},
+            computed_tokens=len(batch.ragged("input_ids").values),
         )
 
     def export_weights(self) -> Mapping[str, Tensor]:

@@ -165,6 +165,7 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
     updates = trainer.minibatches * trainer.epochs
     yield f"             in {updates} optimizer update(s), of at most {micro_batches} micro-batches in all"
     yield f"  tokens     at most {settings.prompts.max_tokens} + {rollout.max_response_tokens} = {longest} a trajectory"
+    yield from _sharing(settings)
     if longest > settings.learner.micro_batch_tokens:
         yield f"             one longer than learner.micro_batch_tokens = {settings.learner.micro_batch_tokens}"
         yield "             makes a micro-batch of its own, of its length"
@@ -173,6 +174,16 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
     yield f"             {counts.validation} for validation every {trainer.validate_every} steps"
     if settings.prompts.validation_samples > 1:
         yield f"             {settings.prompts.validation_samples} responses to each of these"
+
+
+def _sharing(settings: Settings) -> Iterator[str]:
+    """What the learner will compute once."""
+    least, rollout = settings.learner.shared_prefix_tokens, settings.rollout
+    if least == 0 or settings.policy.learner != "megatron" or rollout.group_size == 1:
+        return
+    prompt, longest = settings.prompts.max_tokens, settings.prompts.max_tokens + rollout.max_response_tokens
+    share = (rollout.group_size - 1) * prompt / (rollout.group_size * longest)
+    yield f"             a group's prompt is computed once, from {least} tokens on: saves up to {share:.0%}"
 
 
 def _memory(settings: Settings) -> Iterator[str]:

@@ -11,7 +11,7 @@ from rl_trainer_parts.checks.engines import check_engines, check_loop
 from rl_trainer_parts.commands.command_line import say
 from rl_trainer_parts.commands.plan import PromptCounts
 from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs
-from rl_trainer_parts.run.folder import RunFolder, open_run, require_free, require_resumable
+from rl_trainer_parts.run.folder import RunFolder, choose_products, open_run, require_free, require_resumable
 from rl_trainer_parts.settings.schema import Settings
 
 Chosen = TypeVar("Chosen", bound=Settings)
@@ -49,6 +49,7 @@ def train_checked(
         check_teachers(settings, inputs.tokenizer, inputs.train)
         check_loop(settings)
         check_engines(settings)
+        settings = choose_products(settings, resume=resume)
     if dry_run:
         folder = RunFolder(settings.run_folder)
         if resume:

@@ -133,3 +133,7 @@ def _record(parts: LearningParts, recorder: Recorder, who: str, result: StepResu
     recorder.record(f"{who}/lr", result.learning_rate)
     if who == "actor":
         recorder.record("actor/loss", result.loss)
+        num_tokens = len(batch.ragged("input_ids").values)
+        recorder.record("perf/computed_tokens", result.computed_tokens)
+        recorder.record("perf/saved_tokens", num_tokens - result.computed_tokens)
+        recorder.record("perf/saved_share", 1.0 - result.computed_tokens / num_tokens)

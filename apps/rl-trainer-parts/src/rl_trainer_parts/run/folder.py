@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 
@@ -18,6 +19,8 @@ from rl_distill.checkpoints import CheckpointStore
 from rl_trainer_parts.run.folder_access import WITHHELD, make_run_folder
 from rl_trainer_parts.settings.fields import ENTRY, find_setting, leaves
 from rl_trainer_parts.settings.schema import ReadableBy, Settings
+
+Chosen = TypeVar("Chosen", bound=Settings)
 
 CHANGEABLE_BY_SECTION = {
     "run": ("if_exists", "readable_by"),
@@ -220,6 +223,25 @@ def require_resumable(folder: RunFolder, settings: Settings) -> None:
             f"--resume: {folder.path} has done {done} steps, more than "
             f"trainer.steps = {settings.trainer.steps}. Raise it."
         )
+
+
+def choose_products(settings: Chosen, *, resume: bool) -> Chosen:
+    """Settle what `learner.products = "auto"` is: what the run that goes on was begun with, else what is faster here.
+
+    Raises:
+        SettingsError: The run was begun with products that cannot be computed here.
+    """
+    if settings.learner.products != "auto":
+        return settings
+    products = "auto"
+    file = settings.run_folder / "settings.toml"
+    if (resume or settings.run.if_exists == "resume") and file.exists():
+        with suppress(DataError):  # which check_resume tells of
+            products = read_toml(file).get("learner", {}).get("products", "torch")
+    from rl_distill.learners import chosen_products  # imports torch, which other commands do without
+
+    learner = replace(settings.learner, products=chosen_products(products))
+    return settings.model_copy(update={"learner": learner})
 
 
 @contextmanager

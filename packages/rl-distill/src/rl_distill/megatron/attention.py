@@ -1,7 +1,8 @@
-"""Core attention over a pack: rotary embedding, then one call for each bucket of trajectories.
+"""Core attention over a pack: rotary embedding, then one call for each bucket of segments.
 
-A padded place stands after its trajectory's tokens, so that the causal mask alone keeps it out of their
-attention, and nothing comes back from it.
+Segments are whole trajectories where none begins as another does; else `prefix_attention` has the rest. A padded
+place stands after its segment's tokens, so that the causal mask alone keeps it out of their attention, and nothing
+comes back from it.
 """
 
 import math
@@ -14,8 +15,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rl_core.errors import ShapeError
-from rl_distill.megatron.attention_buckets import PACKED_FORMAT, HeadIndex, PackedLayout
+from rl_distill.megatron.attention_buckets import PACKED_FORMAT, HeadIndex, PackedLayout, causal_mask
 from rl_distill.megatron.context import heads_to_tokens, tokens_to_heads
+from rl_distill.megatron.prefix_attention import prefix_attention
 
 _MATMUL_LENGTH = 192
 """Up to this length, on a CPU in float32, two batched products beat the fused kernel; memory grows with its square."""
@@ -76,7 +78,7 @@ class _MatmulAttention(torch.autograd.Function):
         out = torch.empty_like(q)
         probabilities = []
         for shape, (qs, ks, vs, outs) in zip(buckets, _bucket_views(buckets, num_groups, q, k, v, out), strict=True):
-            mask = _causal_mask(shape[1], repeats=qs.shape[1] // shape[1], like=q)
+            mask = causal_mask(shape[1], repeats=qs.shape[1] // shape[1], like=q)
             scores = torch.baddbmm(mask, qs, ks.transpose(1, 2), alpha=scale)
             probability = torch.softmax(scores, dim=-1)
             torch.bmm(probability, vs, out=outs)
@@ -119,11 +121,6 @@ def _split(flat: Tensor, buckets: Buckets) -> tuple[Tensor, ...]:
 
 def _num_places(buckets: Buckets) -> int:
     return sum(rows * length for rows, length in buckets)
-
-
-def _causal_mask(length: int, *, repeats: int, like: Tensor) -> Tensor:
-    mask = torch.full((length, length), -math.inf, dtype=like.dtype, device=like.device).triu_(1)
-    return mask.repeat(repeats, 1)
 
 
 def _fused_attention(qkv: QueryKeyValue, buckets: Buckets, scale: float) -> Tensor:
@@ -214,14 +211,21 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         num_heads = query.shape[2]
         q, k = (_Rotary.apply(x, cos, sin).squeeze(1) for x in (query, key))  # type: ignore[no-untyped-call]
         qkv = [self._for_own_heads(x, num_heads) for x in (q, k, value.squeeze(1))]
-        q, k, v = (_bucketed(x, layout.heads[x.shape[1]]) for x in qkv)
-        out = bucket_attention((q, k, v), layout.buckets, scale=self.scale)
-        index = layout.heads[qkv[0].shape[1]]
-        out = _Reorder.apply(out, index.from_buckets, index.to_buckets, index.padding)  # type: ignore[no-untyped-call]
-        out = out.view(*qkv[0].shape)
+        if layout.spans:
+            out = prefix_attention((qkv[0], qkv[1], qkv[2]), layout, scale=self.scale, matmul_length=_MATMUL_LENGTH)
+        else:
+            out = self._attend_separately(qkv, layout)
         if self._context_group is not None:
             out = heads_to_tokens(out, group=self._context_group)
         return out.reshape(query.shape[0], 1, -1)
+
+    def _attend_separately(self, qkv: list[Tensor], layout: PackedLayout) -> Tensor:
+        """[T, heads, head_dim] where no segment goes on from another."""
+        q, k, v = (_bucketed(x, layout.heads[x.shape[1]]) for x in qkv)
+        flat = bucket_attention((q, k, v), layout.buckets, scale=self.scale)
+        index = layout.heads[qkv[0].shape[1]]
+        out: Tensor = _Reorder.apply(flat, index.from_buckets, index.to_buckets, index.padding)  # type: ignore[no-untyped-call]
+        return out.view(qkv[0].shape)
 
     def _for_own_heads(self, x: Tensor, num_query_heads: int) -> Tensor:
         """All tokens of the heads for which this rank attends, from all heads of its own tokens."""

@@ -1,5 +1,6 @@
 """Where each token of a pack goes in attention: buckets of trajectories of nearly equal length."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -48,6 +49,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
         kept: [M] int64 tokens whose hidden states leave the last layer, None for all.
         experts: [T, layers, top_k] int64 experts that the engine chose, -1 where it gave none; None where it
             gave none at all. T counts this rank's tokens, layers all of the policy.
+        spans: Of each segment that others go on from: its first token, the first of what goes on from it, and the
+            end of that.
     """
 
     buckets: tuple[tuple[int, int], ...] = ()
@@ -56,6 +59,13 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
     heads: dict[int, HeadIndex] = field(default_factory=dict)
     kept: Tensor | None = None
     experts: Tensor | None = None
+    spans: tuple[tuple[int, int, int], ...] = ()
+
+
+def causal_mask(length: int, *, repeats: int, like: Tensor) -> Tensor:
+    """[repeats * length, length] to add to scores."""
+    mask = torch.full((length, length), -math.inf, dtype=like.dtype, device=like.device).triu_(1)
+    return mask.repeat(repeats, 1)
 
 
 def plan_buckets(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
@@ -110,15 +120,21 @@ def rotary_tables(position_ids: Tensor, *, frequencies: Tensor) -> tuple[Tensor,
 
 
 def packed_layout(
-    position_ids: Tensor, offsets: NDArray[np.int64], *, frequencies: Tensor, head_counts: Sequence[int]
+    position_ids: Tensor,
+    offsets: NDArray[np.int64],
+    *,
+    frequencies: Tensor,
+    head_counts: Sequence[int],
+    spans: tuple[tuple[int, int, int], ...] = (),
 ) -> PackedLayout:
     """Lay out a pack.
 
     Args:
         position_ids: [T] int64.
-        offsets: [S + 1] int64; every trajectory has at least one token.
+        offsets: [S + 1] int64 of the segments; every one has at least one token.
         frequencies: [head_dim / 2] float32 of the rotary embedding; see `rotary_frequencies`.
         head_counts: Numbers of heads (of queries, of keys) on this rank.
+        spans: Of the segments' forest.
     """
     buckets = plan_buckets(np.diff(offsets))
     places = _token_places(offsets, buckets)
@@ -129,4 +145,4 @@ def packed_layout(
         for count in set(head_counts)
     }
     shapes = tuple((len(tokens), tokens.shape[1]) for tokens, _ in places)
-    return PackedLayout(qkv_format=PACKED_FORMAT, buckets=shapes, cos=cos, sin=sin, heads=heads)
+    return PackedLayout(qkv_format=PACKED_FORMAT, buckets=shapes, cos=cos, sin=sin, heads=heads, spans=spans)

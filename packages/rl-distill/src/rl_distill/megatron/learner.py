@@ -1,6 +1,7 @@
 """The Megatron learner: megatron-core's models, parallelism, schedules and optimizer, on packed trajectories."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,8 +38,9 @@ from rl_distill.megatron.setup import ModelPlan
 from rl_distill.megatron.token_checks import check_tokens
 from rl_distill.metric_sums import metric_values
 from rl_distill.options import ParallelOptions
-from rl_distill.packing import Rows, plan_ranks
+from rl_distill.packing import Rows, plan_batch
 from rl_distill.parallel_layout import check_layout
+from rl_distill.products import chosen_products
 from rl_distill.stepping import (
     check_open,
     check_temperature,
@@ -83,13 +85,14 @@ class RankedModel:
             MissingExtraError: megatron-core is not installed.
         """
         options.check()
-        self._options = options
         self._source = open_policy(policy, is_critic=self.head == "value")
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config)
         self._name = name or self.kind
         self._owns_ranks = ranks is None
         self._ranks = ranks or LearnerRanks(parallel, num_threads=options.num_threads)
+        products = "torch" if self._ranks.places[0].has_gpu else chosen_products(options.products)
+        self._options = options = replace(options, products=products)
         plan = ModelPlan(source=self._source, options=options, parallel=parallel, head=self.head, trains=self.trains)
         self._num_parameters: int = sum(self._ranks.call_all("build", self._name, plan))
         self.step = 0
@@ -153,24 +156,31 @@ class RankedModel:
             is_applied=first.is_applied,
             broken_rows=tuple(sorted(broken)),
             tokens=_in_batch_order(batch, rows, [part.tokens for part in parts]),
+            computed_tokens=sum(part.computed_tokens for part in parts),
         )
 
     def _shares(self, batch: Batch) -> tuple[list[RankShare], list[Rows]]:
         """Each data-parallel rank's rows in the order of its micro-batches, and which rows these are."""
         check_tokens(batch, self._source.config)
         parallel = self._ranks.parallel
-        plans = plan_ranks(
-            batch.ragged("input_ids").lengths,
+        plans = plan_batch(
+            batch,
             max_tokens=self._options.micro_batch_tokens * parallel.context,
             num_ranks=parallel.data,
             multiple_of=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+            min_shared=self._min_shared,
         )
         rows = [np.concatenate([*plan, np.zeros(0, dtype=np.int64)]) for plan in plans]
         shares = [
-            RankShare(batch=batch.select(of_rank), sizes=tuple(len(part) for part in plan))
+            RankShare(batch=batch.select(of_rank), sizes=tuple(map(len, plan)), min_shared=self._min_shared)
             for of_rank, plan in zip(rows, plans, strict=True)
         ]
         return shares, rows
+
+    @property
+    def _min_shared(self) -> int:
+        """Of the options; 0 on GPUs, whose attention computes each row on its own."""
+        return 0 if self._ranks.places[0].has_gpu else self._options.shared_prefix_tokens
 
     def _call_shares(self, method: str, shares: Sequence[RankShare], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of the model with each rank's share; gives the answers in the order of the shares."""

@@ -143,6 +143,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
             hidden = hidden.index_select(0, placed.kept)
+        hidden = placed.to_score(hidden)
         if self.value_head is not None:
             return Scored(self.value_head(hidden).flatten().float())
         if wanted.comparison is not None and wanted.comparison.is_alone:

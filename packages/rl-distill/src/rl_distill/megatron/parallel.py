@@ -143,17 +143,20 @@ class Place(NamedTuple):
     Attributes:
         data: Which share of the rows.
         answers: True on the one rank of each data-parallel share that says what came out.
+        has_gpu: Where it computes.
     """
 
     data: int
     answers: bool
+    has_gpu: bool
 
     @classmethod
     def of_this_rank(cls) -> "Place":
         """Ask megatron's groups."""
         is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         others = (parallel_state.get_context_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
-        return cls(parallel_state.get_data_parallel_rank(), is_last_stage and others == (0, 0))
+        is_first = others == (0, 0)
+        return cls(parallel_state.get_data_parallel_rank(), is_last_stage and is_first, torch.cuda.is_available())
 
 
 def group_of_copies(*, of_experts: bool) -> dist.ProcessGroup:

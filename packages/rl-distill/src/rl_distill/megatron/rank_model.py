@@ -29,6 +29,7 @@ from rl_distill.megatron.setup import ModelPlan, build_chunks, chunk_blocks
 from rl_distill.metric_sums import metric_totals
 from rl_distill.objectives.comparison import LOSSES, comparison_of, with_measures
 from rl_distill.packing import Pack, scored_tokens
+from rl_distill.products import chosen_products, computing_with
 from rl_distill.schedule import learning_rate_at
 from rl_distill.teacher_heads import read_heads
 
@@ -44,8 +45,10 @@ class RankModel:
 
         Raises:
             DataError: A file or tensor of the policy's folder is missing or torn.
+            SettingsError: The products that were chosen cannot be computed here.
         """
         self.plan = plan
+        chosen_products(plan.options.products)
         self.place = Place.of_this_rank()
         self.step = 0
         self._device = learner_device()
@@ -121,7 +124,8 @@ class RankModel:
         mask = "loss_mask" if "loss_mask" in share.batch else None
         comparison = comparison_of(objective)
         wanted = Wanted(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
-        self._run(share.packs(self._device), evaluate, wanted=wanted, mask=mask, with_gradients=True)
+        packs = share.packs(self._device)
+        self._run(packs, evaluate, wanted=wanted, mask=mask, with_gradients=True)
         loss = _total(gathered.loss() if self.place.answers else 0.0)
         learning_rate = learning_rate_at(self.step + 1, self.plan.options)
         grad_norm, is_applied = self._update(loss, learning_rate=learning_rate)
@@ -135,6 +139,7 @@ class RankModel:
             broken_rows=() if is_applied else gathered.broken_rows(),
             is_applied=is_applied,
             tokens=gathered.tokens(share.batch) if with_tokens else {},
+            computed_tokens=sum(pack.forest.num_computed for pack in packs),
         )
 
     def load_teacher_heads(self, folders: Sequence[Path]) -> None:
@@ -284,7 +289,8 @@ class RankModel:
         def place(index: int) -> PlacedPack:
             if index not in placed:
                 pack, length = packs[index], longest if is_virtual else lengths[index]
-                placed[index] = place_pack(pack, scored_tokens(pack, mask=mask), self._sharing, length=length)
+                scored, each_row = scored_tokens(pack, mask=mask), wanted.comparison is not None
+                placed[index] = place_pack(pack, scored, self._sharing, length=length, each_row=each_row)
             return placed[index]
 
         def forward_step(source: Iterator[int], model: torch.nn.Module) -> tuple[Any, Any]:
@@ -295,7 +301,7 @@ class RankModel:
         sources = [iter(range(len(packs))) for _ in self._chunks]
         for chunk in self._chunks:
             chunk.train(with_gradients)
-        with nullcontext() if with_gradients else torch.no_grad():
+        with computing_with(self.plan.options.products), nullcontext() if with_gradients else torch.no_grad():
             return get_forward_backward_func()(  # type: ignore[no-any-return]
                 forward_step_func=forward_step,
                 data_iterator=sources if is_virtual else sources[0],

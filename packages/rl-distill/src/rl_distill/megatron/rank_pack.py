@@ -14,7 +14,8 @@ from rl_distill.megatron.attention_buckets import PackedLayout, packed_layout
 from rl_distill.objectives.logit_divergence import TeacherTokens, teacher_tokens
 from rl_distill.objectives.micro_columns import needed_column
 from rl_distill.objectives.vocabulary_parts import sum_over_ranks
-from rl_distill.packing import ROUTED_EXPERTS, Pack
+from rl_distill.packing import Pack
+from rl_distill.prefixes import ROUTED_EXPERTS, PrefixForest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +41,18 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedPack:
-    """A pack and this rank's stretch [start, stop) of its T padded tokens.
+    """A pack and this rank's stretch [start, stop) of the tokens that are computed for it, padded.
 
     Attributes:
-        pack: The pack as the objective sees it, whole and without padding.
+        pack: The pack as the objective sees it: whole rows without padding.
         input_ids: [stop - start] int64.
         position_ids: [stop - start] int64.
-        layout: Of the whole pack, with tables and experts of the stretch.
-        kept: [M] int64 indices within the stretch whose hidden states are scored.
-        targets: [M] int64 ids of the tokens that these are scored for.
-        scored: [M] int64 indices within the pack of those tokens.
+        layout: Of all tokens that are computed, with tables and experts of the stretch.
+        kept: [K] int64 indices within the stretch whose hidden states are scored.
+        expand: [M] int64 of those, the hidden state of each token to score; None where they are as many.
+        targets: [M] int64 ids of the tokens to score.
+        scored: [N] int64 indices within the pack of the tokens that get a score.
+        given: [N] int64 which of the M scores each one gets; None where they are as many.
         sharing: How tokens are shared.
     """
 
@@ -58,8 +61,10 @@ class PlacedPack:
     position_ids: Tensor
     layout: PackedLayout
     kept: Tensor
+    expand: Tensor | None
     targets: Tensor
     scored: Tensor
+    given: Tensor | None
     sharing: Sharing
 
     @property
@@ -80,60 +85,90 @@ class PlacedPack:
         """
         return needed_column(self.pack.micro_batch, "loss_weights", who="a comparison with teachers")[self.scored]
 
+    def to_score(self, hidden: Tensor) -> Tensor:
+        """[M, ...] hidden states of the tokens to score, from the kept ones [K, ...]."""
+        return hidden if self.expand is None else hidden.index_select(0, self.expand)
+
     def spread(self, values: Tensor) -> Tensor:
         """[T, ...] of the whole pack, without padding, from this rank's [M, ...]; 0 where nothing was scored."""
         shape = (len(self.pack.micro_batch.input_ids), *values.shape[1:])
         out = torch.zeros(shape, dtype=values.dtype, device=values.device)
+        values = values if self.given is None else values.index_select(0, self.given)
         return sum_over_ranks(out.index_copy(0, self.scored, values), group=self.sharing.context_group)
 
 
 def padded_length(pack: Pack, sharing: Sharing) -> int:
-    """Tokens of a pack with padding that lets ranks share it equally."""
+    """Tokens that are computed for a pack, with padding that lets ranks share them equally."""
     multiple = sharing.context_size * sharing.sequence_size
-    return max(1, -(-int(pack.offsets[-1]) // multiple)) * multiple
+    return max(1, -(-pack.forest.num_computed // multiple)) * multiple
 
 
-def place_pack(pack: Pack, scored: Tensor, sharing: Sharing, *, length: int) -> PlacedPack:
+def place_pack(pack: Pack, scored: Tensor, sharing: Sharing, *, length: int, each_row: bool = False) -> PlacedPack:
     """See a pack as this rank does.
 
     Args:
         pack: Whole trajectories; may be empty.
-        scored: [M] int64 tokens of the pack to score, none the first of its trajectory.
+        scored: [N] int64 tokens of the pack to score, none the first of its trajectory.
         sharing: How tokens are shared.
         length: Tokens to pad to; at least `padded_length`, and a multiple of what it is one of.
+        each_row: Score a token of several rows for each of them, as where teachers may say different things of it.
     """
-    micro_batch = pack.micro_batch
-    num_padding = length - int(pack.offsets[-1])
-    ids, positions, offsets = micro_batch.input_ids, micro_batch.position_ids, pack.offsets
+    forest, micro_batch = pack.forest, pack.micro_batch
+    num_padding = length - forest.num_computed
+    places = torch.from_numpy(forest.places).to(scored.device)
+    ids, positions = (_computed(x, places, forest) for x in (micro_batch.input_ids, micro_batch.position_ids))
+    offsets = forest.offsets
     if num_padding:  # a trajectory of its own, which nobody reads
         ids = torch.cat([ids, ids.new_zeros(num_padding)])
         positions = torch.cat([positions, torch.arange(num_padding, device=positions.device)])
         offsets = offsets_of([*np.diff(offsets), num_padding])
-    layout = packed_layout(positions, offsets, frequencies=sharing.frequencies, head_counts=sharing.head_counts)
+    layout = packed_layout(
+        positions, offsets, frequencies=sharing.frequencies, head_counts=sharing.head_counts, spans=forest.spans
+    )
     length = len(ids) // sharing.context_size
     start = sharing.context_rank * length
-    before = scored - 1
-    own = scored[(before >= start) & (before < start + length)] if sharing.context_size > 1 else scored
-    kept = own - 1 - start
+    targets, before, given = places[scored], places[scored - 1], None
+    if forest.is_shared and not each_row:
+        targets, given = torch.unique(targets, return_inverse=True)
+        before = torch.empty_like(targets).index_copy_(0, given, before)
+    is_own = (before >= start) & (before < start + length)
+    if sharing.context_size > 1:
+        number = torch.cumsum(is_own, 0) - 1
+        is_given = is_own if given is None else is_own[given]
+        scored, given = scored[is_given], None if given is None else number[given[is_given]]
+        targets, before = targets[is_own], before[is_own]
+    kept, expand = before - start, None
+    if forest.is_shared:
+        kept, expand = torch.unique(kept, return_inverse=True)
     tables = {name: getattr(layout, name)[start : start + length] for name in ("cos", "sin")}
-    layout = replace(layout, kept=kept, experts=_own_experts(pack, len(ids), sharing), **tables)
+    layout = replace(layout, kept=kept, experts=_own_experts(pack, places, len(ids), sharing), **tables)
     return PlacedPack(
         pack=pack,
         input_ids=ids[start : start + length],
         position_ids=positions[start : start + length],
         layout=layout,
         kept=kept,
-        targets=ids.index_select(0, own),
-        scored=own,
+        expand=expand,
+        targets=ids.index_select(0, targets),
+        scored=scored,
+        given=given,
         sharing=sharing,
     )
 
 
-def _own_experts(pack: Pack, num_tokens: int, sharing: Sharing) -> Tensor | None:
+def _computed(column: Tensor, places: Tensor, forest: PrefixForest) -> Tensor:
+    """[C, ...] of the tokens that are computed, from the rows' [T, ...], which agree where they share a token."""
+    if not forest.is_shared:
+        return column
+    return column.new_empty((forest.num_computed, *column.shape[1:])).index_copy_(0, places, column)
+
+
+def _own_experts(pack: Pack, places: Tensor, num_tokens: int, sharing: Sharing) -> Tensor | None:
     """[T of the stretch, layers, top_k] experts that the engine chose; -1 in the padding."""
     experts = pack.micro_batch.columns.get(ROUTED_EXPERTS)
     if experts is None:
         return None
     length = num_tokens // sharing.context_size
+    experts = _computed(experts, places, pack.forest)
     padded = F.pad(experts, (0, 0, 0, 0, 0, num_tokens - len(experts)), value=-1)
     return padded[sharing.context_rank * length : (sharing.context_rank + 1) * length]

@@ -20,16 +20,18 @@ class RankShare:
     Attributes:
         batch: Its rows, in the order of the micro-batches.
         sizes: Rows of each micro-batch.
+        min_shared: Fewest tokens with which rows of a prompt begin alike that are computed once; 0 for none.
     """
 
     batch: Batch
     sizes: tuple[int, ...]
+    min_shared: int = 0
 
     def packs(self, device: torch.device) -> list[Pack]:
         """The micro-batches."""
         stops = np.cumsum(self.sizes, dtype=np.int64)
         rows = [np.arange(stop - size, stop) for stop, size in zip(stops, self.sizes, strict=True)]
-        return [pack_rows(self.batch, of_pack, device=device) for of_pack in rows]
+        return [pack_rows(self.batch, of_pack, device=device, min_shared=self.min_shared) for of_pack in rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,7 @@ class StepShare:
         broken_rows: Rows of the share in which something is not finite, where the step was not applied.
         is_applied: False where loss or gradient norm is not finite; the weights are as before.
         tokens: `StepResult.tokens` of the share's rows, in their order, where they were asked for.
+        computed_tokens: Tokens that were computed for the share.
     """
 
     loss: float
@@ -53,6 +56,7 @@ class StepShare:
     broken_rows: tuple[int, ...] = ()
     is_applied: bool = True
     tokens: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    computed_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -4,8 +4,8 @@ import numpy as np
 
 from rl_core.data import Batch, Ragged
 from rl_core.errors import ShapeError
-from rl_distill.packing import ROUTED_EXPERTS
 from rl_distill.policy_config import PolicyConfig
+from rl_distill.prefixes import ROUTED_EXPERTS
 
 
 def check_tokens(batch: Batch, config: PolicyConfig) -> None:

@@ -1,0 +1,192 @@
+"""Rows that begin with the same tokens as a forest of segments, so that each shared stretch is computed once.
+
+Sources: prefix sharing in training as AReaL's tree attention and Megatron-LM #7387 do it; here segments stand in
+depth-first order, so that what goes on from a segment is one stretch of tokens, and attention needs no mask.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.data import Batch, Ragged, offsets_of, token_positions
+
+Int64s = NDArray[np.int64]
+
+ROUTED_EXPERTS = "routed_experts"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixForest:
+    """Segments of the C tokens that are computed for T tokens of rows, in depth-first order.
+
+    What goes on from segment s are the segments s + 1 to stop[s] - 1, so that their tokens are one stretch.
+
+    Attributes:
+        parent: [S] int64 segment that each one goes on from, -1 at the begin of a row.
+        stop: [S] int64 the first segment that does not go on from each one.
+        offsets: [S + 1] int64 of the computed tokens; every segment has at least one.
+        places: [T] int64 the computed token of each token of the rows.
+    """
+
+    parent: Int64s
+    stop: Int64s
+    offsets: Int64s
+    places: Int64s
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that are computed."""
+        return int(self.offsets[-1])
+
+    @property
+    def is_shared(self) -> bool:
+        """False where each row is computed on its own, one after the other."""
+        return self.num_computed < len(self.places)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int, int], ...]:
+        """Of each segment that others go on from: its first token, the first of what goes on from it, and the end."""
+        inner = np.flatnonzero(self.stop > np.arange(len(self.stop)) + 1)
+        columns = (self.offsets[inner], self.offsets[inner + 1], self.offsets[self.stop[inner]])
+        return tuple(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def separate_rows(lengths: Int64s) -> PrefixForest:
+    """A forest that shares nothing: each row is a segment."""
+    offsets = offsets_of(lengths)
+    count = np.arange(len(lengths), dtype=np.int64)
+    return PrefixForest(np.full(len(lengths), -1), count + 1, offsets, np.arange(int(offsets[-1]), dtype=np.int64))
+
+
+def prefix_forest(rows: Sequence[Int64s], *, min_shared: int) -> PrefixForest:
+    """Find what rows share.
+
+    Args:
+        rows: Tokens of each row, from 0; rows that hold equal numbers are computed together.
+        min_shared: Fewest tokens of a stretch that is shared, at least 1.
+    """
+    order = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes())
+    shared = [_num_common(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
+    parent: list[int] = []
+    lengths: list[int] = []
+    paths: list[list[int]] = [[] for _ in rows]
+    pending = [(0, len(rows), 0, -1)] if rows else []  # order[low:high] agree up to depth, after the segment above
+    while pending:
+        low, high, depth, above = pending.pop()
+        common = min(shared[low : high - 1], default=len(rows[order[low]]))
+        if common > depth and (high - low == 1 or common - depth >= min_shared):
+            parent.append(above)
+            lengths.append(common - depth)
+            depth, above = common, len(parent) - 1
+            for row in order[low:high]:
+                paths[row].append(above)
+        if high - low > 1:
+            cuts = [i + 1 for i in range(low, high - 1) if shared[i] - depth < min_shared]
+            parts = zip([low, *cuts], [*cuts, high], strict=True)
+            pending += [(start, stop, depth, above) for start, stop in parts][::-1]
+    offsets = offsets_of(lengths)
+    path = np.array([segment for of_row in paths for segment in of_row], dtype=np.int64)
+    places = token_positions(offsets[path], np.diff(offsets)[path])
+    return PrefixForest(np.array(parent, dtype=np.int64), _stops(parent), offsets, places)
+
+
+def _num_common(one: Int64s, other: Int64s) -> int:
+    """Tokens with which both begin."""
+    size = min(len(one), len(other))
+    differs = one[:size] != other[:size]
+    return int(differs.argmax()) if differs.any() else size
+
+
+def _stops(parent: Sequence[int]) -> Int64s:
+    stop = np.arange(1, len(parent) + 1)
+    for segment in range(len(parent) - 1, -1, -1):
+        if parent[segment] >= 0:
+            stop[parent[segment]] = max(stop[parent[segment]], stop[segment])
+    return stop
+
+
+def batch_forest(batch: Batch, *, min_shared: int) -> PrefixForest:
+    """The forest of a batch; rows of different prompts share nothing.
+
+    Rows share a token where the engine chose the same experts for it.
+
+    Args:
+        batch: Has `input_ids`; rows of a prompt need not be neighbours.
+        min_shared: As `prefix_forest`; 0 shares nothing.
+    """
+    lengths = batch.ragged("input_ids").lengths
+    prompts = batch.keys.prompts
+    if min_shared == 0 or len(np.unique(prompts)) == len(prompts):
+        return separate_rows(lengths)
+    tokens, starts = _told_apart(batch), offsets_of(lengths)
+    places = np.empty(int(starts[-1]), dtype=np.int64)
+    parents, stops, sizes = [], [], []
+    num_segments = num_computed = 0
+    for prompt in dict.fromkeys(prompts.tolist()):
+        rows = np.flatnonzero(prompts == prompt)
+        part = prefix_forest([tokens[row] for row in rows], min_shared=min_shared)
+        places[token_positions(starts[rows], lengths[rows])] = part.places + num_computed
+        parents.append(np.where(part.parent < 0, -1, part.parent + num_segments))
+        stops.append(part.stop + num_segments)
+        sizes.append(np.diff(part.offsets))
+        num_segments += len(part.parent)
+        num_computed += part.num_computed
+    if num_computed == len(places):
+        return separate_rows(lengths)
+    return PrefixForest(np.concatenate(parents), np.concatenate(stops), offsets_of(np.concatenate(sizes)), places)
+
+
+def _told_apart(batch: Batch) -> Ragged:
+    """Numbers that are equal where token and chosen experts are."""
+    ids = batch.ragged("input_ids")
+    if ROUTED_EXPERTS not in batch:
+        return ids
+    experts = batch.ragged(ROUTED_EXPERTS).values.reshape(len(ids.values), -1)
+    rows = np.concatenate([ids.values[:, None], experts], axis=1)
+    return Ragged(np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1), ids.offsets)
+
+
+def computed_units(
+    batch: Batch, *, min_shared: int, max_tokens: int, num_ranks: int = 1
+) -> tuple[list[Int64s], Int64s]:
+    """Rows that are best computed together, and how many tokens that computes.
+
+    Args:
+        batch: Has `input_ids`; no row is empty.
+        min_shared: As `batch_forest`.
+        max_tokens: A unit that would compute more is halved while it can be.
+        num_ranks: A unit that is more than one rank's part of the work is halved as well.
+
+    Returns:
+        Rows of each unit, every row in one; and [units] int64 tokens. A row that shares nothing is a unit alone.
+    """
+    lengths = batch.ragged("input_ids").lengths
+    alone: list[Int64s] = list(np.arange(len(lengths), dtype=np.int64)[:, None])
+    if min_shared == 0 or len(np.unique(batch.keys.prompts)) == len(lengths):
+        return alone, lengths
+    tokens = _told_apart(batch)
+    order = np.argsort(batch.keys.prompts, kind="stable")
+    groups = np.split(order, np.flatnonzero(np.diff(batch.keys.prompts[order])) + 1)
+
+    def parts_of(units: Sequence[Int64s], limit: int) -> list[tuple[Int64s, int]]:
+        pending, found = list(units), []
+        while pending:
+            rows = pending.pop()
+            size = prefix_forest([tokens[row] for row in rows], min_shared=min_shared).num_computed
+            if size == lengths[rows].sum():
+                found += [(alone[row], int(lengths[row])) for row in rows]
+            elif size > limit and len(rows) > 1:
+                pending += np.array_split(rows, 2)
+            else:
+                found.append((rows, size))
+        return found
+
+    found = parts_of(groups, max_tokens)
+    if num_ranks > 1:
+        limit = -(-sum(size for _, size in found) // num_ranks)
+        found = parts_of([rows for rows, _ in found], min(limit, max_tokens))
+    found.sort(key=lambda unit: int(unit[0][0]))
+    return [rows for rows, _ in found], np.array([size for _, size in found], dtype=np.int64)

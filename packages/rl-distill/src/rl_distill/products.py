@@ -1,0 +1,104 @@
+"""float32 matrix products on a CPU: torch's own, or oneDNN's where they are faster.
+
+torch asks MKL, which takes a slow path on processors that are not Intel's; oneDNN generates code for any of them. Both
+are true float32, and round differently: what a run computes with is chosen once and kept. oneDNN's product has no
+public name in torch; where it is missing, torch's own are used, or what was asked for is refused.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import SettingsError
+
+Products = Literal["torch", "onednn"]
+
+_MIN_OPERATIONS = 2**21
+"""Multiplications below which a product stays torch's: the way to oneDNN takes some 10 microseconds."""
+
+_SHAPES = ((1024, 256, 1024), (1024, 1024, 256))
+"""(rows, inputs, outputs) of the products that are measured."""
+
+_MIN_GAIN = 1.1
+"""How many times as fast oneDNN must be to be chosen."""
+
+
+def _onednn(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of matrices."""
+    return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")  # type: ignore[no-any-return]
+
+
+def has_onednn() -> bool:
+    """True where oneDNN gives the products that torch gives."""
+    a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
+    try:
+        return bool(torch.equal(_onednn(a, b), torch.mm(a, b)))
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def chosen_products(wanted: str) -> Products:
+    """What to compute with: "auto" becomes what is faster in a short measurement on this thread.
+
+    Raises:
+        SettingsError: oneDNN is wanted, and this torch or this processor has it not.
+    """
+    if wanted == "torch" or (wanted == "auto" and not has_onednn()):
+        return "torch"
+    if wanted == "auto":
+        return _measured()
+    if not has_onednn():
+        raise SettingsError(
+            f'learner.products is "onednn", which torch {torch.__version__} does not have on this machine. Set it to '
+            '"torch"; a run that began with oneDNN then goes on with other rounding.'
+        )
+    return "onednn"
+
+
+@lru_cache(maxsize=1)
+def _measured() -> Products:
+    """What is faster, found once in a process, whose models shall agree."""
+    gains = [_seconds(torch.mm, shape) / _seconds(_onednn, shape) for shape in _SHAPES]
+    return "onednn" if statistics.mean(gains) >= _MIN_GAIN else "torch"
+
+
+def _seconds(product: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, int, int]) -> float:
+    """Shortest of some calls, in processor seconds, since other processes may disturb; the first one prepares."""
+    rows, inputs, outputs = shape
+    a, b = torch.ones(rows, inputs), torch.ones(outputs, inputs).t()
+    product(a, b)
+    times = []
+    for _ in range(5):
+        start = time.thread_time()
+        product(a, b)
+        times.append(time.thread_time() - start)
+    return max(min(times), 1e-9)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    if a.dtype == torch.float32 and a.shape[0] * a.shape[1] * b.shape[1] >= _MIN_OPERATIONS:
+        return _onednn(a, b)
+    return torch.mm(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
+
+
+@contextmanager
+def computing_with(products: str) -> Iterator[None]:
+    """Inside the context, products of float32 matrices on the CPU are computed so: forward and backward alike.
+
+    torch's own stay as they are outside of it, for an engine may live in the same process.
+
+    Args:
+        products: "torch" or "onednn".
+    """
+    if products != "onednn":
+        yield
+        return
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("mm", _product, "CPU", allow_override=True)
+        yield
