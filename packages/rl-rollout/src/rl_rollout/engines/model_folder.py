@@ -21,6 +21,9 @@ MAX_SIZES = {
 }
 """Libraries make a module for each layer and expert before they look for weights."""
 
+KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+"""Where transformers takes `owner/repository` for code that it downloads and runs."""
+
 
 def require_model_folder(model_dir: Path) -> None:
     """Refuse a folder that holds no model, or files that no library should open.
@@ -48,6 +51,12 @@ def require_model_folder(model_dir: Path) -> None:
             if found is not None and (type(found) is not int or not 0 <= found <= most):
                 raise EngineError(
                     f"{model_dir / 'config.json'} must have {name} from 0 to {most}; found {shown(found)}."
+                )
+        for name in KERNELS:
+            if "/" in str(part.get(name)):
+                raise EngineError(
+                    f"{model_dir / 'config.json'} must have {name} without a repository, whose code would be "
+                    f"downloaded and run; found {shown(part[name])}. Remove it."
                 )
 
 
