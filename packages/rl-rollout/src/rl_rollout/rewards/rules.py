@@ -15,7 +15,8 @@ SCRIPT = (
 MINUS = "-\u2212\u2013\ufe63\uff0d"
 NUMBER = re.compile(
     rf"(?:(?:(?<![\w.)])[{MINUS}])?(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)])[{MINUS}])?\.\d+)"
-    rf"(?P<script>{SCRIPT})?" r"|(?P<fraction>\\[cdt]?frac(?: ?(?:\{[^{}]*\}|\d)){2})"
+    rf"(?P<script>{SCRIPT})?"
+    r"|(?P<fraction>\\[cdt]?frac(?: ?(?:\{[^{}]*\}|\d)){2})"
 )
 PLAIN = str.maketrans(dict.fromkeys(MINUS, "-") | {",": None})
 BRACE = re.compile(r"\\boxed\{|[{}]")
