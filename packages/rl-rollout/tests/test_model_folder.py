@@ -33,6 +33,7 @@ def test_end_tokens_are_generation_configs_else_configs_or_none(tmp_path, genera
         '{"text_config": {"num_experts": 100000000}}',
         '{"head_dim": Infinity}',
         '{"hidden_size": "64"}',
+        '{"num_labels": 1000000000}',
         '{"attn_implementation": "kernels-community/anything"}',
         '{"text_config": {"_attn_implementation": {"": "paged|owner/name@main:function"}}}',
         "[1]",

@@ -191,3 +191,11 @@ def test_a_value_that_python_does_not_have_is_refused_by_the_files_name(tmp_path
     for read in (lambda: rows[0], lambda: list(rows)):
         with pytest.raises(DataError, match=f"{name}: a row has a value that cannot be read"):
             read()
+
+
+@pytest.mark.parametrize("name", ["num_labels", "num_hidden_layers"])
+def test_a_tokenizer_beside_a_configuration_of_endless_lists_is_refused(tmp_path, name):
+    folder = save_tokenizer(tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", name: 10**9}))
+    with pytest.raises(SettingsError, match=rf"config.json must have {name} from 0"):
+        PromptTokenizer.load(folder)
