@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from skip_groups import assert_same_groups
 
 from rl_core.data import Prompt, encodable
+from rl_core.errors import DataError
 from rl_core.queue import InProcessQueue, QueueOptions, SharedMemoryQueue, TaskSpec
+from rl_core.queue.prompts import decode_prompt, encode_prompt
 from rl_rollout import RewardScorer, Rollout, SamplingParams, SessionLoop, SessionResult, quick
 from rl_rollout.engines import GenerateRequest
 from rl_rollout.engines.scripted import ScriptedEngine
@@ -153,3 +155,19 @@ def test_extras_that_cannot_be_kept_fail_their_session(extras):
     prompt = Prompt(uid="p", input_ids=np.array([1, 2], np.int32))
     (scored,) = asyncio.run(RewardScorer(reward).score([_input(prompt)]))
     assert "gave extras with JSON" in scored.failure
+
+
+def test_a_number_that_json_does_not_have_is_none_before_a_queue_makes_it_so():
+    row = json.loads('{"prompt": "a", "answer": [1e999], "missing": NaN}')
+    problem = read_problem(row, where="line 1")
+    prompt = Prompt(
+        uid="p",
+        input_ids=np.array([1], np.int32),
+        ground_truth=problem.ground_truth,
+        columns=problem.columns,
+    )
+    travelled = decode_prompt(encode_prompt(prompt))
+    assert (prompt.ground_truth, prompt.columns["missing"]) == ([None], None)
+    assert (travelled.ground_truth, travelled.columns) == (prompt.ground_truth, prompt.columns)
+    with pytest.raises(DataError, match="`answer`: missing"):
+        read_problem({**row, "answer": float("nan")}, where="line 1")

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -174,3 +175,27 @@ def test_a_file_that_passed_is_not_tried_again(tmp_path, monkeypatch):
     pq.write_table(pa.Table.from_pylist([{"prompt": "y"}]), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="it was tried again"):
         open_rows(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "saved"])
+@pytest.mark.parametrize(
+    "values", [pa.array([2**30], pa.date32()), pa.array([1], pa.timestamp("s", tz="No/Where"))], ids=["date", "zone"]
+)
+def test_a_value_that_python_does_not_have_is_refused_by_the_files_name(tmp_path, values, name):
+    table, path = pa.table({"prompt": ["a"], "when": values}), tmp_path / name
+    if path.suffix:
+        pq.write_table(table, path)
+    else:
+        datasets.Dataset(table).save_to_disk(path)
+    rows = open_rows(path)
+    for read in (lambda: rows[0], lambda: list(rows)):
+        with pytest.raises(DataError, match=f"{name}: a row has a value that cannot be read"):
+            read()
+
+
+@pytest.mark.parametrize("name", ["num_labels", "num_hidden_layers"])
+def test_a_tokenizer_beside_a_configuration_of_endless_lists_is_refused(tmp_path, name):
+    folder = save_tokenizer(tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", name: 10**9}))
+    with pytest.raises(SettingsError, match=rf"config.json must have {name} from 0"):
+        PromptTokenizer.load(folder)

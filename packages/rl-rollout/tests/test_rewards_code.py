@@ -165,7 +165,7 @@ def test_ground_truths():
         [Step(kind="setup", source="import math"), Step(kind="check", source="assert f(1) == 1")],
     )
     assert read_tests(["x = 3\nassert f(x) == -x", "assert {1: (2,)} == f(1)", "assert f(1) is None"])[1] == [
-        Step(kind="setup", source="x = 3"),
+        Step(kind="between", source="x = 3"),
         Step(kind="check", source="assert f(x) == -x"),
         Step(kind="check", source="assert {1: (2,)} == f(1)"),
         Step(kind="check", source="assert f(1) is None"),
@@ -176,10 +176,25 @@ def test_ground_truths():
 
 
 @pytest.mark.parametrize(
+    "test",
+    [
+        "for x in range(3):\n    assert f(x) == 2 * x\nassert f(5) == 10",
+        "assert f(5) == 10\nif f(1) != 2:\n    raise ValueError",
+        "def check(candidate):\n    assert candidate(1) == 2\nassert f(5) == 10\ncheck(f)",
+    ],
+)
+def test_what_stands_between_assertions_is_no_set_up_that_may_fail(share, test):
+    assert score(share, "def f(x): return 10", [test]).components["passed"] == 0.5
+    assert score(share, "def f(x): return 2 * x", ["import nowhere", test]).reward == 1.0
+
+
+@pytest.mark.parametrize(
     "ground_truth",
     [
         None,
         18,
+        "def test_that_nothing_calls():\n    assert f(1) == 2",
+        ["import math"],
         [],
         {},
         [1],

@@ -32,13 +32,21 @@ def response(text, ground_truth):
         ("7, not 4^2", "7"),
         ("7, not 4**12 or 2^{-3}", "7"),
         ("7 ²", "7"),
+        ("x = \u22127", "-7"),
+        ("(\u20137) or \uff0d7", "-7"),
+        ("pages 3\u20137", "7"),
+        ("7, not 1/4, 1 / 4 or 2026/11/05", "7"),
+        (r"7, not \frac{1}{4}, \dfrac{1} {-4} or \frac14", "7"),
+        ("7, not 1e5 or 4E-3", "7"),
+        ("7, not 1_000_000", "7"),
+        ("7, not 2 ^ 4 or 2 ** 4", "7"),
     ],
 )
 def test_last_number(text, number):
     assert last_number(text) == Decimal(number)
 
 
-@pytest.mark.parametrize("text", ["4²", "44²", "4.4³", "3½", "4₂", "4①", "4^2", "4**2", "2^{10}"])
+@pytest.mark.parametrize("text", ["4²", "44²", "4.4³", "3½", "4₂", "4①", "4^2", "4**2", "2^{10}", "1/4", "1e4", "1_4"])
 def test_what_is_written_with_several_numbers_is_none_of_them(text):
     assert last_number(text) is None
     assert number_match(response(text, "4")) == 0.0
@@ -50,6 +58,7 @@ def test_no_number():
 
 def test_last_number_of_long_text_takes_linear_time():
     assert last_number("1," * 200_000 + "7") == 7
+    assert last_number("1 / " * 100_000 + r"\frac{" * 50_000 + "7") == 7
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Queues, journals, caches, records, tokenizers and trackers refuse it, so it is r
 model, a tool, a reward, a data file or an exception says.
 """
 
+import math
 from collections.abc import Mapping
 
 from rl_core.data.records import Json
@@ -20,13 +21,17 @@ def encodable(text: str) -> str:
 
 
 def encodable_json(value: Json, *, max_levels: int = MAX_LEVELS) -> Json:
-    """JSON with every text in it, and every key, as `encodable` gives it; what is no JSON stays as it is.
+    """JSON with every text in it, and every key, as `encodable` gives it; what else is no JSON stays as it is.
+
+    NaN and infinities become None, as queues and caches have them.
 
     Raises:
         DataError: It has more levels, or two keys of an object become one; the message follows "found".
     """
     if isinstance(value, str):
         return encodable(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if not isinstance(value, Mapping | list | tuple):
         return value
     if not max_levels:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import EngineError
+from rl_core.errors import EngineError, RLError
 from rl_core.files import read_json_object, read_safetensors_header, shown
 
 MAX_SIZES = {
@@ -18,8 +18,12 @@ MAX_SIZES = {
     "moe_intermediate_size": 1 << 24,
     "vocab_size": 1 << 26,
     "max_position_embeddings": 1 << 40,
+    "num_labels": 1 << 16,
 }
-"""Libraries make a module for each layer and expert before they look for weights."""
+"""Libraries make a module for each layer and expert, a name for each label, before they look for weights."""
+
+KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+"""Where transformers takes `owner/repository` for code that it downloads and runs."""
 
 
 def require_model_folder(model_dir: Path) -> None:
@@ -38,16 +42,25 @@ def require_model_folder(model_dir: Path) -> None:
         )
     for file in files:
         read_safetensors_header(file, error=EngineError)
-    config = _read(model_dir / "config.json")
+    check_config(model_dir / "config.json", error=EngineError)
     for name in ("generation_config.json", "model.safetensors.index.json"):
         if (model_dir / name).exists():
             _read(model_dir / name)
+
+
+def check_config(file: Path, *, error: type[RLError]) -> None:
+    """Refuse a config.json with which a library would make more than a machine holds, or run code of others."""
+    config = read_json_object(file, error=error)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name, most in MAX_SIZES.items():
             found = part.get(name)
             if found is not None and (type(found) is not int or not 0 <= found <= most):
-                raise EngineError(
-                    f"{model_dir / 'config.json'} must have {name} from 0 to {most}; found {shown(found)}."
+                raise error(f"{file} must have {name} from 0 to {most}; found {shown(found)}.")
+        for name in KERNELS:
+            if "/" in str(part.get(name)):
+                raise error(
+                    f"{file} must have {name} without a repository, whose code would be downloaded and run; found "
+                    f"{shown(part[name])}. Remove it."
                 )
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,11 +41,25 @@ class Rows:
         return len(self._rows)
 
     def __getitem__(self, row: int) -> dict[str, Json]:
-        """A row by its index from 0."""
-        return self._rows[row]
+        """A row by its index from 0.
+
+        Raises:
+            DataError: It has a value that Python does not.
+        """
+        with self._readable():
+            return self._rows[row]
 
     def __iter__(self) -> Iterator[dict[str, Json]]:
-        yield from self._rows
+        with self._readable():
+            yield from self._rows
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # libraries raise many kinds, such as for a date beyond the year 9999
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(f"{self.path}: a row has a value that cannot be read ({reason}). Repair it.") from error
 
     def locate(self, row: int) -> str:
         """Where a row is, in the user's words; rows and lines are counted from 1."""

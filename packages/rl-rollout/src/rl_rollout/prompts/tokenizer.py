@@ -12,6 +12,7 @@ import numpy as np
 from rl_core.data import IntArray, Json, encodable
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.files import count_values, read_plain, run_trial
+from rl_rollout.engines.model_folder import check_config
 from rl_rollout.prompts.within import call_within
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -224,6 +225,8 @@ def _try_folder(folder: Path, chat_template: str | None, options: Mapping[str, J
         if file.suffix == ".json" and count_values(raw) > MAX_FILE_VALUES:
             raise SettingsError(f"{file} must have at most {MAX_FILE_VALUES} values.")
         contents[file] = raw
+    if folder / "config.json" in contents:  # transformers makes a configuration of it first
+        check_config(folder / "config.json", error=SettingsError)
     files = [file for file in contents if file.name not in UNTRIED]
     run_trial(
         TRIAL,

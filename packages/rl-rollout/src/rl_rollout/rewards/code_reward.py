@@ -137,12 +137,13 @@ class CodeReward:
             RoleError: The sandbox broke.
         """
         cases, steps = read_tests(given.ground_truth)
-        num_tests = len(cases) + sum(step.kind != "setup" for step in steps)
+        num_tests = len(cases) + sum(step.kind == "check" for step in steps)
         program = program_of(given.response_text, needs_fence=self.needs_fence)
         if program is None:
             outcomes = [Outcome(is_passed=False, reason="there is no program")]
         else:
             outcomes = await (self._run_cases(program, cases) if cases else self._run_steps(program, steps))
+        num_tests = max(num_tests, len(outcomes))
         passed = sum(outcome.is_passed for outcome in outcomes) / num_tests
         timed_out = sum(outcome.is_timed_out for outcome in outcomes) / num_tests
         reason = next((outcome.reason for outcome in outcomes if not outcome.is_passed), "")
@@ -195,7 +196,7 @@ class CodeReward:
                     f"a test hands the program {said}, which is no plain data: {shown(step.source)}. Repair the row, "
                     'or set checks = "inside", which lets programs see their tests.'
                 )
-            if step.kind == "check":
+            if step.kind == "check" or (step.kind == "between" and kind != "passed"):
                 timed_out = kind == "ended" and is_timed_out(run)
                 reason = "" if kind == "passed" else cut(f"{step.source}: {said}", max_characters=300)
                 outcomes.append(Outcome(is_passed=kind == "passed", is_timed_out=timed_out, reason=reason))

@@ -16,6 +16,8 @@ FORMS = (
 )
 
 
+DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+StepKind = Literal["setup", "check", "between"]
 Case = tuple[str, str]
 """A program's standard input, and what it prints then."""
 
@@ -25,11 +27,11 @@ class Step:
     """A piece of Python that runs after the program.
 
     Attributes:
-        kind: "setup" only runs; "check" must not raise.
+        kind: "setup" only runs; "check" must not raise; "between" counts as one more check where it raises.
         source: Statements.
     """
 
-    kind: Literal["setup", "check"]
+    kind: StepKind
     source: str
 
 
@@ -59,8 +61,10 @@ def read_tests(ground_truth: Json) -> tuple[list[Case], list[Step]]:
         raise DataError(f"the ground truth of code must be {FORMS}; found {shown(ground_truth)}.")
     steps = [Step(kind="setup", source=setup)] if setup.strip() else []
     steps += [step for test in tests for step in _steps(test)]
-    if not any(step.kind != "setup" for step in steps):
-        raise DataError(f"the ground truth of code has no test; found {shown(ground_truth)}.")
+    if not any(step.kind == "check" for step in steps):
+        raise DataError(
+            f"the ground truth of code has no test that runs: an `assert`, or a call; found {shown(ground_truth)}."
+        )
     return [], steps
 
 
@@ -88,7 +92,7 @@ def _parsed(ground_truth: Json) -> Json:
 
 
 def _steps(source: str) -> Iterable[Step]:
-    """Each `assert` of a text as its own test, what is between as set-up; a text without them is one test."""
+    """Each `assert` of a text as its own test, what is between beside them; a text without them is one test."""
     try:
         statements = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -96,13 +100,18 @@ def _steps(source: str) -> Iterable[Step]:
     if not statements:
         raise DataError("the ground truth's test is empty. Repair the row.")
     if not any(isinstance(statement, ast.Assert) for statement in statements):
-        yield Step(kind="check", source=source)
+        yield Step(kind="setup" if all(map(_only_defines, statements)) else "check", source=source)
         return
     for statement in statements:
-        if isinstance(statement, ast.Assert):
-            yield Step(kind="check", source=ast.unparse(statement))
-        else:
-            yield Step(kind="setup", source=ast.unparse(statement))
+        kind: StepKind = "setup" if _only_defines(statement) else "between"
+        yield Step(kind="check" if isinstance(statement, ast.Assert) else kind, source=ast.unparse(statement))
+
+
+def _only_defines(statement: ast.stmt) -> bool:
+    """Whether a statement checks nothing: what it does not define, the checks that need it miss."""
+    return isinstance(statement, DEFINITIONS) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
 
 
 def _text(value: Json) -> str:

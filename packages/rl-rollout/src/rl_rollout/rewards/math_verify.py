@@ -15,6 +15,9 @@ from rl_rollout.rewards.rules import last_boxed
 INTEGER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3}){1,100}|\d{1,300})")
 POWER = re.compile("[\u00b2\u00b3\u00b9\u2070-\u207b]+")
 FRACTION = re.compile("(\\d{0,15})([\u00bc-\u00be\u2150-\u215e\u2189])")
+MINUS = re.compile("[\u2212\ufe63\uff0d]|(?<![\\w.)])\u2013(?=\\d)")
+EXPONENT = re.compile(r"(?<=\d)[eE]([-+]?\d{1,4})(?!\w)")
+THOUSANDS = re.compile(r"(?<=\d)_(?=\d{3})")
 WORKER = "rl_rollout.rewards.math_worker"
 
 
@@ -77,7 +80,8 @@ class MathVerify:
 def answer_of(response_text: str) -> str:
     r"""The last `\boxed{}`'s content as LaTeX (a bare one when it is an integer), else the whole text.
 
-    Powers and fractions of a single character become what math-verify reads: it takes the 4 of `4²` for the answer.
+    Powers and fractions of a single character, exponents, underscores and typographic minuses become what math-verify
+    reads: it takes the 4 of `4²` and the 1 of `1e4` for the answer.
     """
     boxed = last_boxed(response_text)
     if boxed is None:
@@ -88,12 +92,14 @@ def answer_of(response_text: str) -> str:
 
 
 def plain_scripts(text: str, *, power: str) -> str:
-    """A text with `4\u00b2` as a power, in the form that is given, and `3\u00bd` as 7/2."""
+    """A text with `4\u00b2` and `1e4` as powers, in the form that is given, `3\u00bd` as 7/2, and `1_000` as 1000."""
 
     def fraction(match: re.Match[str]) -> str:
         value = Fraction(unicodedata.numeric(match[2])).limit_denominator(10)
         return f"{int(match[1] or 0) * value.denominator + value.numerator}/{value.denominator}"
 
+    text = THOUSANDS.sub("", MINUS.sub("-", text))
+    text = EXPONENT.sub(lambda match: f"*10{power % match[1]}", text)
     text = POWER.sub(lambda match: power % unicodedata.normalize("NFKC", match[0]).replace("\u2212", "-"), text)
     return FRACTION.sub(fraction, text)
 

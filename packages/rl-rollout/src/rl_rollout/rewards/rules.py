@@ -7,13 +7,18 @@ from rl_rollout.rewards.protocol import RewardInput, quick
 
 # A minus is a sign only where it does not subtract: "5-3" ends in 3, "= -3" in -3.
 # What stands for another number together with the digits before it: powers, indices, fractions, in one character or as
-# `^2` and `**2`. Then the text has no number there.
+# `^2`, `**2`, `/2`, `e2` and `_2`. Then the text has no number there.
 SCRIPT = (
-    r"[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2089\u2150-\u2189\u2460-\u24ff\u2776-\u2793]+|(?:\^|\*\*)\{?[-+]?\d*"
+    r"[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2089\u2150-\u2189\u2460-\u24ff\u2776-\u2793]+| ?(?:\^|\*\*) ?\{?[-+]?\d*"
+    r"|(?: ?/ ?-?\d+(?:\.\d+)?)+|[eE][-+]?\d+|(?:_\d+)+"
 )
+MINUS = "-\u2212\u2013\ufe63\uff0d"
 NUMBER = re.compile(
-    r"(?:(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)])-)?\.\d+)(?P<script>" + SCRIPT + ")?"
+    rf"(?:(?:(?<![\w.)])[{MINUS}])?(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)])[{MINUS}])?\.\d+)"
+    rf"(?P<script>{SCRIPT})?"
+    r"|(?P<fraction>\\[cdt]?frac(?: ?(?:\{[^{}]*\}|\d)){2})"
 )
+PLAIN = str.maketrans(dict.fromkeys(MINUS, "-") | {",": None})
 BRACE = re.compile(r"\\boxed\{|[{}]")
 
 
@@ -35,8 +40,8 @@ def last_number(text: str) -> Decimal | None:
     """The last decimal number of a text, thousands separators removed."""
     last = None
     for found in NUMBER.finditer(text):
-        last = last if found["script"] else found
-    return None if last is None else Decimal(last.group().replace(",", ""))
+        last = last if found["script"] or found["fraction"] else found
+    return None if last is None else Decimal(last.group().translate(PLAIN))
 
 
 def last_boxed(text: str) -> str | None:
