@@ -182,4 +182,4 @@ def test_a_quick_run_needs_nothing_and_reports_what_a_full_one_does(name: str, t
     assert all(reason == "left out by --quick" for reason in report.get("skipped", {}).values())
     CHECKS[name](report, done.stdout)
     left = {str(path.relative_to(home)) for path in home.rglob("*")}
-    assert all(name == ".cache" or name.startswith(".cache/rl-core") for name in left)  # only what was tried is noted
+    assert all(name == ".cache" or name.startswith(".cache/rl-") for name in left)  # what was tried and measured

@@ -225,7 +225,7 @@ def test_sections_are_small() -> None:
         section = name.partition(".")[0]
         sizes[section] = sizes.get(section, 0) + 1
     assert sizes.pop("distillation") <= 19, "what it compares, with which teachers, and off policy"
-    assert max(sizes.values()) <= 15, sizes
+    assert max(sizes.values()) <= 16, sizes
 
 
 def test_settings_files_are_shipped() -> None:

@@ -7,6 +7,7 @@ public name in torch; where it is missing, torch's own are used, or what was ask
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -100,5 +101,6 @@ def computing_with(products: str) -> Iterator[None]:
         yield
         return
     with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("mm", _product, "CPU", allow_override=True)
+        with warnings.catch_warnings(action="ignore"):  # torch says once that a kernel is replaced
+            library.impl("mm", _product, "CPU", allow_override=True)
         yield

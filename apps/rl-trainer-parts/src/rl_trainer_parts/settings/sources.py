@@ -46,7 +46,7 @@ def load_settings(
         ("command line", _from_arguments(arguments, kind)),
     ):
         for name, value in values.items():
-            if encodable_json([name, value]) != [name, value]:
+            if encodable_json([name, value], keep_infinite=True) != [name, value]:
                 raise SettingsError(f"{name}: must be text in UTF-8; found {value!r} ({origin}).")
             _check_name(name, origin, kind)
             _put(merged, name.split("."), value)

@@ -20,10 +20,13 @@ def encodable(text: str) -> str:
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
-def encodable_json(value: Json, *, max_levels: int = MAX_LEVELS) -> Json:
+def encodable_json(value: Json, *, max_levels: int = MAX_LEVELS, keep_infinite: bool = False) -> Json:
     """JSON with every text in it, and every key, as `encodable` gives it; what else is no JSON stays as it is.
 
-    NaN and infinities become None, as queues and caches have them.
+    Args:
+        value: To read.
+        max_levels: Most levels.
+        keep_infinite: NaN and infinities stay; else they become None, as queues and caches have them.
 
     Raises:
         DataError: It has more levels, or two keys of an object become one; the message follows "found".
@@ -31,15 +34,17 @@ def encodable_json(value: Json, *, max_levels: int = MAX_LEVELS) -> Json:
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if keep_infinite or math.isfinite(value) else None
     if not isinstance(value, Mapping | list | tuple):
         return value
     if not max_levels:
         raise DataError(f"JSON of more than {MAX_LEVELS} levels.")
     if not isinstance(value, Mapping):
-        return [encodable_json(part, max_levels=max_levels - 1) for part in value]
+        return [encodable_json(part, max_levels=max_levels - 1, keep_infinite=keep_infinite) for part in value]
     read = {
-        encodable(key) if isinstance(key, str) else key: encodable_json(part, max_levels=max_levels - 1)
+        encodable(key) if isinstance(key, str) else key: encodable_json(
+            part, max_levels=max_levels - 1, keep_infinite=keep_infinite
+        )
         for key, part in value.items()
     }
     if len(read) < len(value):
