@@ -162,3 +162,11 @@ def test_dr_grpo_ignores_a_constant_added_to_all_rewards(pairs, shift):
     torch.testing.assert_close(
         dr_grpo_advantages(rewards + shift, group), dr_grpo_advantages(rewards, group), rtol=1e-9, atol=1e-9
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_rewards_of_whole_numbers_have_advantages_of_fractions(dtype):
+    rewards, group = torch.tensor([1, 0, 0, 1]).to(dtype), torch.zeros(4, dtype=torch.int64)
+
+    torch.testing.assert_close(grpo_advantages(rewards, group), grpo_advantages(rewards.float(), group))
+    torch.testing.assert_close(dr_grpo_advantages(rewards, group), torch.tensor([0.5, -0.5, -0.5, 0.5]))

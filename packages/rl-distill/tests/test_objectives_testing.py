@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from rl_core.errors import DataError
 from rl_distill.objectives import (
     ADVANTAGES,
     KL_ESTIMATORS,
@@ -264,9 +265,7 @@ def test_every_built_in_value_loss_passes(clip, seed):
         (returns_a_tensor, r"must return TokenLosses\(.*; found a tensor of shape \[23\] and dtype torch.float64"),
         (returns_a_tuple, r"must return TokenLosses\(.*; found a tuple of \(a tensor of shape \[23\] .*, dict {}\)"),
         (returns_a_sum, r"T = 23; the losses are a tensor of shape \[\]"),
-        (returns_a_list, r"the losses are a list of \(float 1.0\)"),
         (returns_a_mean_diagnostic, r"diagnostic 'actor/ratio' is a tensor of shape \[\]"),
-        (returns_a_bare_diagnostic, r"the diagnostics are a tensor of shape \[23\]"),
         (scales_the_advantages, r"the policy loss must leave its inputs.* it changed advantages in place"),
         (shifts_the_logprobs, "changed policy_logprobs in place"),
         (clears_the_mask, "changed loss_mask in place"),
@@ -274,6 +273,21 @@ def test_every_built_in_value_loss_passes(clip, seed):
 )
 def test_broken_policy_losses_are_caught(broken, rule):
     with pytest.raises(ConformanceError, match=rule):
+        check_policy_loss(broken)
+
+
+@pytest.mark.parametrize(
+    ("broken", "refused"),
+    [
+        (returns_a_list, r"losses of TokenLosses must be a Tensor; found \[1.0\] \(list\)"),
+        (
+            returns_a_bare_diagnostic,
+            r"diagnostics of TokenLosses must be a mapping, .*; found torch.float64 of shape \[23\]",
+        ),
+    ],
+)
+def test_losses_of_the_wrong_type_are_refused_where_they_are_made(broken, refused):
+    with pytest.raises(DataError, match=refused):
         check_policy_loss(broken)
 
 

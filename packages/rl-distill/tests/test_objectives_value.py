@@ -1,5 +1,6 @@
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,8 +57,8 @@ def test_objective_literal():
 
 @pytest.mark.parametrize("missing", ["loss_mask", "loss_weights", "values", "returns"])
 def test_missing_column_is_named(missing):
-    columns = {name: column for name, column in micro_of().columns.items() if name != missing}
-    micro = MicroBatch(input_ids=None, position_ids=None, offsets=None, columns=columns)
+    whole = micro_of()
+    micro = replace(whole, columns={name: column for name, column in whole.columns.items() if name != missing})
     with pytest.raises(DataError, match=f"needs the column '{missing}'"):
         value_objective()(tensor(0, 0, 0), micro)
 

@@ -68,19 +68,19 @@ def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: Addend = 1e-6) -> Te
         eps: Added to the standard deviation, which is the unbiased one.
 
     Returns:
-        [S] advantages in the rewards' dtype. A group with equal rewards, or with one session, gets zeros.
+        [S] advantages in the rewards' dtype, or torch's default of whole numbers. A group with equal rewards, or with one session, gets zeros.
 
     Raises:
         ShapeError: The two are not [S].
         SettingsError: eps is below 0.
     """
     centered, index = _centered(rewards, group)
-    return (centered / _scales(centered, index, eps=eps)[index]).to(rewards.dtype)
+    return (centered / _scales(centered, index, eps=eps)[index]).to(_dtype(rewards))
 
 
 def dr_grpo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     """Rewards centered within their group; arguments and result as `grpo_advantages`."""
-    return _centered(rewards, group)[0].to(rewards.dtype)
+    return _centered(rewards, group)[0].to(_dtype(rewards))
 
 
 def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     centered, index = _centered(rewards, group)
     sizes = torch.bincount(index)
     # r - (sum - r) / (n - 1) = (r - mean) * n / (n - 1)
-    return (centered * (sizes / (sizes - 1).clamp(min=1))[index]).to(rewards.dtype)
+    return (centered * (sizes / (sizes - 1).clamp(min=1))[index]).to(_dtype(rewards))
 
 
 def opo_advantages(rewards: Tensor, group: Tensor, num_tokens: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def opo_advantages(rewards: Tensor, group: Tensor, num_tokens: Tensor) -> Tensor
     lengths = totals.index_add(0, index, weights).clamp(min=1)
     # Weighing what is centered already keeps the zeros of equal rewards exact.
     baselines = totals.index_add(0, index, weights * centered) / lengths
-    return (centered - baselines[index]).to(rewards.dtype)
+    return (centered - baselines[index]).to(_dtype(rewards))
 
 
 @checked
@@ -137,7 +137,7 @@ def gpg_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = Fals
     teaches = teaches.index_add(0, index, centered.abs()) > 0
     alpha = len(rewards) / teaches[index].sum().clamp(min=1)
     scale = _scales(centered, index, eps=eps)[index] if divide_by_std else 1.0
-    return (alpha * centered / scale).to(rewards.dtype)
+    return (alpha * centered / scale).to(_dtype(rewards))
 
 
 @checked
@@ -166,7 +166,12 @@ def passk_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = Tr
     num_best = torch.zeros_like(sizes).index_add(0, index, is_best.long())
     lead = torch.where((num_best == 1) & (sizes > 1), best - second, torch.zeros_like(best))
     scale = _scales(centered, index, eps=eps) if divide_by_std else torch.ones_like(lead)
-    return torch.where(is_best, (lead / scale)[index], torch.zeros_like(centered)).to(rewards.dtype)
+    return torch.where(is_best, (lead / scale)[index], torch.zeros_like(centered)).to(_dtype(rewards))
+
+
+def _dtype(rewards: Tensor) -> torch.dtype:
+    """The rewards' own; torch's default of whole numbers and truths, whose advantages are fractions."""
+    return rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
 
 
 def _centered(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
