@@ -68,7 +68,8 @@ def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: Addend = 1e-6) -> Te
         eps: Added to the standard deviation, which is the unbiased one.
 
     Returns:
-        [S] advantages in the rewards' dtype, or torch's default of whole numbers. A group with equal rewards, or with one session, gets zeros.
+        [S] advantages in the rewards' dtype, or torch's default of whole numbers. A group with equal rewards, or with
+        one session, gets zeros.
 
     Raises:
         ShapeError: The two are not [S].
