@@ -172,7 +172,10 @@ def make_rows(preset: Preset, workload: str, *, seed: int) -> Rows:
         seed: Of tokens and order.
     """
     random = np.random.default_rng(seed)
-    draw = lambda size: random.integers(0, preset.policy["vocab_size"], size, dtype=np.int32)
+
+    def draw(size: int) -> NDArray[np.int32]:
+        return random.integers(0, preset.policy["vocab_size"], size, dtype=np.int32)
+
     if workload == "trees":
         prompt, turn = draw(256 // preset.shrink), 64 // preset.shrink
         rows = []
