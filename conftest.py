@@ -38,7 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Let trainers and roles start warm."""
+    """Let trainers and roles start warm, and be told of a closed terminal, also where the tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     warm_start.install()
 
 
