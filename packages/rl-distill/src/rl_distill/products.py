@@ -1,7 +1,7 @@
 """float32 matrix products on a CPU: torch's own, or oneDNN's where they are faster.
 
-torch asks MKL, which takes a slow path on some processors that are not Intel's; oneDNN generates code for any of them. Both
-are true float32, and round differently: what a run computes with is chosen once and kept. oneDNN's product has no
+torch asks MKL, which takes a slow path on some processors that are not Intel's; oneDNN generates code for any of them.
+Both are true float32, and round differently: what a run computes with is chosen once and kept. oneDNN's product has no
 public name in torch; where it is missing, torch's own are used, or what was asked for is refused.
 """
 
