@@ -73,6 +73,7 @@ max_response_tokens = 8
 learning_rate = 3e-3
 micro_batch_tokens = 128
 num_threads = 1
+products = "torch"
 
 [engine]
 max_num_seqs = 64

@@ -61,10 +61,10 @@ def test_empty_products(shape):
 
 
 def test_what_is_faster_is_chosen(monkeypatch):
-    monkeypatch.setattr(products, "_seconds", lambda product, shape: 1.0 if product is torch.mm else 0.5)
+    monkeypatch.setattr(products, "_seconds", lambda product, a, b: 1.0 if product is torch.mm else 0.5)
     products._measured.cache_clear()
     assert chosen_products("auto") == "onednn"
-    monkeypatch.setattr(products, "_seconds", lambda product, shape: 1.0)
+    monkeypatch.setattr(products, "_seconds", lambda product, a, b: 1.0)
     products._measured.cache_clear()
     assert chosen_products("auto") == "torch"
     products._measured.cache_clear()

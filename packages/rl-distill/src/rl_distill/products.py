@@ -5,7 +5,6 @@ Both are true float32, and round differently: what a run computes with is chosen
 public name in torch; where it is missing, torch's own are used, or what was asked for is refused.
 """
 
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -65,21 +64,25 @@ def chosen_products(wanted: str) -> Products:
 @lru_cache(maxsize=1)
 def _measured() -> Products:
     """What is faster, found once in a process, whose models shall agree."""
-    gains = [_seconds(torch.mm, shape) / _seconds(_onednn, shape) for shape in _SHAPES]
-    return "onednn" if statistics.mean(gains) >= _MIN_GAIN else "torch"
+    return "onednn" if min(_gain(*shape) for shape in _SHAPES) >= _MIN_GAIN else "torch"
 
 
-def _seconds(product: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, int, int]) -> float:
-    """Shortest of some calls, in processor seconds, since other processes may disturb; the first one prepares."""
-    rows, inputs, outputs = shape
+def _gain(rows: int, inputs: int, outputs: int) -> float:
+    """How many times as fast oneDNN is: the quotient of the shortest of 15 calls of each, one after the other.
+
+    Processor seconds of short calls in turns, since other processes disturb both for longer than a call.
+    """
     a, b = torch.ones(rows, inputs), torch.ones(outputs, inputs).t()
+    calls: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (torch.mm, _onednn)
+    times = [[_seconds(product, a, b) for product in calls] for _ in range(16)]
+    of_torch, of_onednn = (min(column) for column in zip(*times[1:], strict=True))  # the first one prepares
+    return max(of_torch, 1e-9) / max(of_onednn, 1e-9)
+
+
+def _seconds(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:
+    start = time.thread_time()
     product(a, b)
-    times = []
-    for _ in range(5):
-        start = time.thread_time()
-        product(a, b)
-        times.append(time.thread_time() - start)
-    return max(min(times), 1e-9)
+    return time.thread_time() - start
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
