@@ -193,17 +193,37 @@ def test_ten_megabytes_from_a_server_are_cut():
     ("options", "message"),
     [
         ({"command": (sys.executable, "-c", "import sys; sys.exit('I cannot')")}, "did not start: .*I cannot"),
-        ({"command": ("no-such-program",)}, "did not start: .*no-such-program: No such file or directory"),
+        (
+            {"command": ("no-such-program",)},
+            "did not start: .*no-such-program: No such file or directory. Install it, or give .* Try its command",
+        ),
         (
             {"command": (sys.executable, "-c", "import time; time.sleep(600)"), "start_timeout_s": 0.3},
             r"did not start: TimeoutError: no answer for 0\.3 s",
         ),
-        ({"url": "http://127.0.0.1:9/mcp"}, "did not start: ConnectError"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "did not start: ConnectError.* Is it running"),
+        ({"command": COMMAND, "cwd": "/no-such-folder"}, ": cwd must be a folder; found '/no-such-folder'"),
     ],
 )
 def test_a_server_that_does_not_start_is_refused_with_its_reason(options, message):
-    with pytest.raises(SettingsError, match=f"(?s)MCP server 'bad' {message}"):
+    with pytest.raises(SettingsError, match=f"(?s)MCP server 'bad' ?{message}"):
         asyncio.run(connect_and_close("bad", McpServerOptions(**options)))
+
+
+def test_a_check_names_the_tools_of_each_server_and_leaves_nothing_running():
+    servers = {"all": {"command": COMMAND, "tools": ["add", "fail"]}, "one": {"command": COMMAND, "tools": ["die"]}}
+    loop = resolve_loop("tools", {"mcp_servers": servers})
+    assert asyncio.run(loop.check(make_tokenizer())) == ["MCP server all: add, fail", "MCP server one: die"]
+    assert children() == {}
+
+
+def test_a_check_names_every_server_that_cannot_serve():
+    bad = {"gone": {"command": ["no-such-program"]}, "lacks": {"command": COMMAND, "tools": ["ad"]}}
+    with pytest.raises(SettingsError) as caught:
+        asyncio.run(resolve_loop("tools", {"mcp_servers": bad}).check(make_tokenizer()))
+    first, second = str(caught.value).splitlines()
+    assert "'gone' did not start" in first
+    assert "'lacks': unknown tool 'ad'. Did you mean 'add'?" in second
 
 
 def test_what_a_server_was_given_is_not_in_what_is_said_of_it(monkeypatch, capsys):

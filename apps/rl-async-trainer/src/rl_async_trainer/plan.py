@@ -1,6 +1,6 @@
 """What `train --dry-run` prints."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rl_async_trainer.settings import AsyncSettings
 from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
@@ -8,10 +8,10 @@ from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
 PLACES = {"ray": "actors of Ray", "process": "processes of this machine", "inline": "this process"}
 
 
-def describe_async_plan(settings: AsyncSettings, counts: PromptCounts) -> str:
+def describe_async_plan(settings: AsyncSettings, counts: PromptCounts, loop_lines: Sequence[str] = ()) -> str:
     """The plan as lines of text: what both trainers say, and how generation and training overlap."""
     places = {"inline_engine": "in the rollouter's process", "inline_rank": "in the learner host's process"}
-    plan = describe_plan(settings, counts, **places)
+    plan = describe_plan(settings, counts, loop_lines, **places)
     return "\n".join([plan, *_schedule(settings)])
 
 

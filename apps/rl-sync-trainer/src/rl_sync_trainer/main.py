@@ -93,7 +93,7 @@ def validate(words: list[str]) -> int:
 
     check_settings(settings)
     inputs = read_inputs(settings)
-    check_loop(settings)
+    check_loop(settings, inputs.tokenizer)
     check_engines(settings)
     for name, value in asyncio.run(validate_policy(settings, inputs)).items():
         say(f"{name} {value:.4f}")

@@ -109,6 +109,10 @@ class _Rule(NamedTuple):
     axes: Axes | None = None
 
 
+class _ItemError(TypeError):
+    """One value of several does not fit."""
+
+
 class _Rules:
     """Those of a record's fields; looks only at values whose type does not say that they fit."""
 
@@ -144,7 +148,7 @@ class _Rules:
                 fitting = rule.fit(value)
             except Exception as reason:  # a value of the user's own can raise anything when it is read
                 refused = ShapeError if rule.axes is not None else error
-                more = f", with {reason}" if isinstance(reason, OverflowError) else ""
+                more = f", with {reason}" if isinstance(reason, OverflowError | _ItemError) else ""
                 who = _who(made, until=name)
                 raise refused(f"{name} of {who} must be {rule.expected}; found {_seen(name, value)}{more}.") from reason
             if fitting is not value:
@@ -313,7 +317,7 @@ def _collection_rule(kind: Any, parts: tuple[Any, ...]) -> _Rule:
         elif isinstance(value, str | bytes) or not isinstance(value, Sequence | AbstractSet | np.ndarray):
             raise TypeError
         of_each = rules if is_fixed else rules * len(value)
-        fitting = [_fitting(one, rule) for one, rule in zip(value, of_each, strict=True)]
+        fitting = [_item(one, rule, at) for at, (one, rule) in enumerate(zip(value, of_each, strict=True))]
         is_kept = isinstance(value, kind) and all(map(lambda one, other: one is other, fitting, value))
         return value if is_kept else made(fitting)
 
@@ -331,7 +335,7 @@ def _mapping_rule(of_keys: _Rule | None, of_values: _Rule | None) -> _Rule:
             return value
         if not isinstance(value, Mapping):
             raise TypeError
-        fitting = [(_fitting(key, of_keys), _fitting(one, of_values)) for key, one in value.items()]
+        fitting = [(_item(key, of_keys, key), _item(one, of_values, key)) for key, one in value.items()]
         is_kept = all(map(lambda new, old: new[0] is old[0] and new[1] is old[1], fitting, value.items()))
         return value if is_kept else dict(fitting)
 
@@ -341,6 +345,16 @@ def _mapping_rule(of_keys: _Rule | None, of_values: _Rule | None) -> _Rule:
 
 def _fitting(value: Any, rule: _Rule | None) -> Any:
     return value if rule is None or type(value) in rule.exact else rule.fit(value)
+
+
+def _item(value: Any, rule: _Rule | None, at: object) -> Any:
+    """As `_fitting`; what does not fit is named by its place in a mapping or sequence."""
+    try:
+        return _fitting(value, rule)
+    except OverflowError:
+        raise
+    except Exception as reason:
+        raise _ItemError(f"{type(value).__name__} at {at!r}") from reason
 
 
 def _number(kind: type, *, allows: Callable[[Any], bool]) -> Fit:

@@ -1,5 +1,6 @@
 """Whether the installed engines support the run's models, and the loop its options, before anything loads a model."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from rl_core.errors import EngineError, SettingsError
 from rl_rollout.engines import engine_class
 from rl_rollout.loops import resolve_loop
+from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.learning.teachers import teacher_engine_options
 from rl_trainer_parts.rollouts.engines import engine_options
 from rl_trainer_parts.settings.schema import Settings
@@ -35,15 +37,26 @@ def check_engines(settings: Settings) -> None:
         raise SettingsError("\n".join(found))
 
 
-def check_loop(settings: Settings) -> None:
-    """Refuse options that the agent loop does not have, and tools that there are not; no server is started.
+def check_loop(settings: Settings, tokenizer: PromptTokenizer) -> list[str]:
+    """Refuse an agent loop that cannot work: its servers of tools are started once, and ended.
+
+    Where a Ray cluster is joined that may run the loop on another machine, only its options are read.
+
+    Returns:
+        Lines for the plan, such as the tools of each server.
 
     Raises:
-        SettingsError: Names the option.
+        SettingsError: Names the option, or what is wrong.
+        MissingExtraError: A library that the loop needs is not installed.
     """
-    close = getattr(resolve_loop(settings.rollout.loop, settings.rollout.loop_options), "close", None)
-    if close is not None:
-        close()
+    loop = resolve_loop(settings.rollout.loop, settings.rollout.loop_options)
+    is_elsewhere = settings.cluster.ray_address is not None and settings.placements.get("roles.kind") == "ray"
+    try:
+        check = None if is_elsewhere else getattr(loop, "check", None)
+        return [] if check is None else asyncio.run(check(tokenizer))
+    finally:
+        if hasattr(loop, "close"):
+            loop.close()
 
 
 def _served(settings: Settings) -> Iterator[tuple[str, str, Path, Any]]:

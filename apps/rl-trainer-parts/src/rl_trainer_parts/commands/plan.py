@@ -1,7 +1,7 @@
 """What `train --dry-run` prints: roles, batch arithmetic, memory, and what will be written."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,7 @@ class PromptCounts:
 def describe_plan(
     settings: Settings,
     counts: PromptCounts,
+    loop_lines: Sequence[str] = (),
     *,
     inline_engine: str = "in the learner's process",
     inline_rank: str = "in this process",
@@ -43,10 +44,11 @@ def describe_plan(
     Args:
         settings: Of the run.
         counts: Of its problems.
+        loop_lines: What the agent loop says of itself.
         inline_engine: Where an engine without a process of its own lives.
         inline_rank: Where a single rank without one lives.
     """
-    roles = _roles(settings, inline_engine, inline_rank)
+    roles = _roles(settings, loop_lines, inline_engine, inline_rank)
     return "\n".join([*roles, *_arithmetic(settings, counts), *_memory(settings), *_files(settings)])
 
 
@@ -56,13 +58,16 @@ def count_parameters(folder: Path) -> int:
     return sum(math.prod(tensor.shape) for header in headers for tensor in header.values())
 
 
-def _roles(settings: Settings, inline_engine: str, inline_rank: str) -> Iterator[str]:
+def _roles(
+    settings: Settings, loop_lines: Sequence[str], inline_engine: str, inline_rank: str
+) -> Iterator[str]:
     rollout = settings.rollout
     where = inline_engine if rollout.placement == "inline" else _engine_place(settings)
     yield "Roles"
     yield f"  learner    {settings.policy.learner}, {settings.learner.dtype}, policy {settings.policy.path}"
     yield from _ranks(settings, inline_rank)
     yield f"  engine     {rollout.engine}, {settings.engine.dtype}, {where}; loop {rollout.loop}"
+    yield from (f"{INDENT}{line}" for line in loop_lines)
     yield f"  reward     {settings.reward.label}"
     if settings.algorithm.kl_coefficient:
         yield f"  reference  frozen copy of the policy (KL coefficient {settings.algorithm.kl_coefficient:g})"

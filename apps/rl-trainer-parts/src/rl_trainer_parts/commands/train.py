@@ -1,7 +1,7 @@
 """What `train` does in both trainers: check everything that can be checked, then make one launch of the run."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from rl_metrics.trackers import ConsoleTracker
@@ -23,7 +23,7 @@ def train_checked(
     console: ConsoleTracker,
     resume: bool,
     dry_run: bool,
-    describe: Callable[[Chosen, PromptCounts], str],
+    describe: Callable[[Chosen, PromptCounts, Sequence[str]], str],
     launch: Callable[[Chosen, Inputs, RunFolder, ConsoleTracker], Coroutine[Any, Any, int]],
     also_refused: Iterable[str] = (),
 ) -> int:
@@ -34,7 +34,7 @@ def train_checked(
         console: Shows progress.
         resume: Go on with the run in the folder.
         dry_run: Print the plan and end; nothing is written.
-        describe: The plan as text.
+        describe: The plan as text, with lines of the agent loop.
         launch: Trains in a folder that this process holds; gives the exit status.
         also_refused: What of the settings this trainer alone has cannot work, in words.
 
@@ -47,7 +47,7 @@ def train_checked(
         check_trainable(settings)
         inputs = read_inputs(settings)
         check_teachers(settings, inputs.tokenizer, inputs.train)
-        check_loop(settings)
+        loop_lines = check_loop(settings, inputs.tokenizer)
         check_engines(settings)
         settings = choose_products(settings, resume=resume)
     if dry_run:
@@ -57,7 +57,7 @@ def train_checked(
         elif settings.run.if_exists == "refuse":
             require_free(folder)
         console.close()  # writes what it has, before others write
-        say(describe(settings, inputs.counts))
+        say(describe(settings, inputs.counts, loop_lines))
         return 0
     with open_run(settings, resume=resume, say=console.say) as folder:
         return asyncio.run(launch(settings, inputs, folder, console))

@@ -86,6 +86,11 @@ class EnvironmentLoop(SessionLoop):
             raise SettingsError("the agent loop 'environment' needs a tokenizer. Give Rollout one: tokenizer=...")
         self._joined = join_turns(tokenizer, self._options.turns, role="user")
 
+    async def check(self, tokenizer: PromptTokenizer | None) -> list[str]:
+        """As `start`, with nothing to add to a plan."""
+        await self.start(tokenizer)
+        return []
+
     def close(self) -> None:
         """End the idle threads."""
         self._blocking.close()

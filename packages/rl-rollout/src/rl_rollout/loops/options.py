@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from rl_core.errors import SettingsError
 from rl_core.registry import unknown_name
-from rl_core.secret_settings import redact_option
+from rl_core.secret_settings import REDACTED, redact_option
 
 OptionsT = TypeVar("OptionsT")
 
@@ -70,7 +70,7 @@ def _value(kind: Any, value: Any, *, where: str) -> Any:
         return Path(value)
     if isinstance(kind, type) and isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
         return value
-    raise SettingsError(f"{where} must be {_words(kind)}; found {_shown(where, value)} ({type(value).__name__}).")
+    raise SettingsError(f"{where} must be {_words(kind)}; found {_found(where, value)}.")
 
 
 def _one_of(kinds: tuple[Any, ...], value: Any, *, where: str) -> Any:
@@ -83,9 +83,7 @@ def _one_of(kinds: tuple[Any, ...], value: Any, *, where: str) -> Any:
         except SettingsError:
             if len(others) == 1:
                 raise
-    raise SettingsError(
-        f"{where} must be {' or '.join(map(_words, others))}; found {_shown(where, value)} ({type(value).__name__})."
-    )
+    raise SettingsError(f"{where} must be {' or '.join(map(_words, others))}; found {_found(where, value)}.")
 
 
 def _shown(where: str, value: Any) -> str:
@@ -93,6 +91,12 @@ def _shown(where: str, value: Any) -> str:
     for name in (*re.split(r"[.:\s]+", where), ""):
         value = redact_option(name, value)
     return repr(value)
+
+
+def _found(where: str, value: Any) -> str:
+    """A value and its type; of a secret the type alone."""
+    shown, kind = _shown(where, value), type(value).__name__
+    return kind if shown == repr(REDACTED) else f"{shown} ({kind})"
 
 
 def _words(kind: Any) -> str:

@@ -82,9 +82,11 @@ class AgentLoop(Protocol):
     """Runs the sessions of one prompt.
 
     A loop may also have `async def start(self, tokenizer: PromptTokenizer | None) -> None`, which is awaited once
-    before the first group and refuses what cannot work; `def close(self) -> None`; and, where what its reward judges
-    can be told from the trajectories, `def judged(self, session: SessionResult, context: LoopContext) -> Judged`, so
-    that stored sessions can be scored again.
+    before the first group and refuses what cannot work; `def close(self) -> None`; `async def check(self, tokenizer:
+    PromptTokenizer | None) -> list[str]`, which the trainers await before they load a model: it refuses what `start`
+    would, leaves nothing running, and gives lines for the plan of a dry run; and, where what its reward judges can be
+    told from the trajectories, `def judged(self, session: SessionResult, context: LoopContext) -> Judged`, so that
+    stored sessions can be scored again.
     """
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,7 @@ from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.tools import CallOptions, ToolBox, ToolRunner, resolve_tools
 from rl_rollout.tools.mcp_options import McpServerOptions
 from rl_rollout.tools.parsers import ToolParser, resolve_parser
-from rl_rollout.tools.protocol import ToolCall, ToolResult
+from rl_rollout.tools.protocol import Tool, ToolCall, ToolResult
 from rl_rollout.user_errors import ends_the_run
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class ToolsLoop(SessionLoop):
         self._given = [] if toolbox is None else toolbox.tools()
         self._own = resolve_tools(self._options.tools)
         self._toolbox = ToolBox([*self._given, *self._own])
-        self._servers: list[McpServer] = []
+        self._servers: dict[str, McpServer] = {}
+        self._listed: dict[str, list[Tool]] = {}
         self._runner = ToolRunner(self._toolbox, self._options.calls)
         self._starting = asyncio.Lock()
         self._joined: Joined | None = None
@@ -90,12 +92,8 @@ class ToolsLoop(SessionLoop):
             raise SettingsError("the agent loop 'tools' needs a tokenizer. Give Rollout one: tokenizer=...")
         self.close()
         try:
-            if self._options.mcp_servers:
-                from rl_rollout.tools.mcp import McpServer
-
-                self._servers = [McpServer(name, options) for name, options in self._options.mcp_servers.items()]
-            listed = await asyncio.gather(*(server.start() for server in self._servers))
-            self._toolbox = ToolBox([*self._given, *self._own, *(tool for tools in listed for tool in tools)])
+            self._listed = await self._start_servers()
+            self._toolbox = ToolBox([*self._given, *self._own, *chain.from_iterable(self._listed.values())])
             if not self._toolbox.names():
                 raise SettingsError("the agent loop 'tools' has no tools. Name some in tools or mcp_servers.")
             self._runner = ToolRunner(self._toolbox, self._options.calls)
@@ -110,6 +108,32 @@ class ToolsLoop(SessionLoop):
             self.close()
             raise
 
+    async def check(self, tokenizer: PromptTokenizer | None) -> list[str]:
+        """Start everything once, end it, and name the tools of each server; raises as `start`."""
+        try:
+            await self.start(tokenizer)
+            own = [tool.name for tool in (*self._given, *self._own)]
+            lines = [f"tools {', '.join(own)}"] if own else []
+            for server, tools in self._listed.items():
+                lines.append(f"MCP server {server}: {', '.join(tool.name for tool in tools)}")
+            return lines
+        finally:
+            self.close()
+
+    async def _start_servers(self) -> dict[str, list[Tool]]:
+        """The tools of each server."""
+        chosen = self._options.mcp_servers
+        if chosen:
+            from rl_rollout.tools.mcp import McpServer
+
+            self._servers = {name: McpServer(name, options) for name, options in chosen.items()}
+        started = (server.start() for server in self._servers.values())
+        listed = await asyncio.gather(*started, return_exceptions=True)
+        refused = [one for one in listed if isinstance(one, BaseException)]
+        if refused:
+            raise refused[0] if len(refused) == 1 else SettingsError("\n".join(map(str, refused)))
+        return {name: one for name, one in zip(self._servers, listed, strict=True) if isinstance(one, list)}
+
     @property
     def tool_schemas(self) -> list[dict[str, Json]]:
         """All tools as the chat template shows them; those of servers once these are started."""
@@ -118,7 +142,7 @@ class ToolsLoop(SessionLoop):
     def close(self) -> None:
         """End the servers, and the threads of the tools."""
         while self._servers:
-            self._servers.pop().close()
+            self._servers.popitem()[1].close()
         self._toolbox.close()
         self._joined = None
 

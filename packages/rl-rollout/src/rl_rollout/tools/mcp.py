@@ -120,6 +120,7 @@ class McpServer:
         Raises:
             SettingsError: It does not start, has no tools, or not those that the options name.
         """
+        self._options.check_folder(self._name)
         drop_tracebacks()
         if self._thread is None:
             self._thread = LoopThread(f"mcp-{self._name}")
@@ -127,7 +128,7 @@ class McpServer:
         try:
             connection = await self._thread.run(self._connected())
         except ToolError as error:
-            raise SettingsError(str(error)) from error
+            raise SettingsError(f"{error}. {self._options.advice}") from error
         self._has_started = True
         tools: dict[str, Tool] = {tool.name: McpTool(self, tool) for tool in connection.tools}
         if not tools:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import field
+from pathlib import Path
 
 from rl_core.errors import SettingsError
 from rl_core.record_fields import settings_record
@@ -53,4 +54,25 @@ class McpServerOptions:
             raise SettingsError(
                 "an MCP server needs start_timeout_s > 0, probe_timeout_s > 0 and max_pause_s >= 0; found "
                 f"{self.start_timeout_s}, {self.probe_timeout_s} and {self.max_pause_s}."
+            )
+
+    @property
+    def advice(self) -> str:
+        """What to do about a server that does not start."""
+        if self.url is not None:
+            return "Is it running, and are url and headers right?"
+        return (
+            "Try its command in a terminal: it must speak MCP over stdin and stdout. It gets PATH, HOME and the like, "
+            "and what env names; a slow one needs a larger start_timeout_s."
+        )
+
+    def check_folder(self, name: str) -> None:
+        """Refuse a working directory that is none: the error of a failed start would name the command.
+
+        Raises:
+            SettingsError: `cwd` is no folder.
+        """
+        if self.cwd is not None and not Path(self.cwd).is_dir():
+            raise SettingsError(
+                f"MCP server {name!r}: cwd must be a folder; found {self.cwd!r}, which is none (looked in {Path.cwd()})."
             )

@@ -32,7 +32,7 @@ def main() -> None:
     try:
         os.execvp(command[0], command)  # noqa: S606 - the user's own command
     except OSError as error:
-        sys.exit(f"{command[0]}: {error.strerror}")
+        sys.exit(f"{command[0]}: {error.strerror}. Install it, or give the whole path of an executable file")
 
 
 if __name__ == "__main__":

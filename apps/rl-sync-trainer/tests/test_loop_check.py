@@ -1,0 +1,51 @@
+"""`train --dry-run` tries the agent loop: what cannot run is refused, and the plan names the tools of servers."""
+
+import sys
+from pathlib import Path
+
+import mcp_calculator
+import pytest
+from tiny_run import TinyRun, make_tiny_run, train_here
+
+PLAIN = 'turns = {kind = "plain"}'
+CALCULATOR = f'["python", "{mcp_calculator.__file__}"]'
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    return make_tiny_run(tmp_path_factory.mktemp("inputs"))
+
+
+def dry_run(run: TinyRun, options: str, loop: str = "tools") -> int:
+    return train_here(run, "--dry-run", rollout__loop=loop, rollout__loop_options=f"{{{options}}}")
+
+
+def test_the_plan_names_servers_and_their_tools(tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    server = f'calculator = {{command = {CALCULATOR}, tools = ["add", "fail"]}}'
+    assert dry_run(tiny_run, f"{PLAIN}, mcp_servers = {{{server}}}") == 0
+    assert "loop tools\n             MCP server calculator: add, fail\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("loop", "options", "says"),
+    [
+        ("tools", f'{PLAIN}, mcp_servers = {{x = {{command = ["no-such-program"]}}}}', "MCP server 'x' did not start"),
+        ("tools", 'mcp_servers = {x = {command = ["python"], env = {A = 1}}}', "env.A must be text; found int"),
+        ("tools", "", "the agent loop 'tools' has no tools"),
+        ("verifiers", 'tokenizer = "t"', "needs the library verifiers"),
+    ],
+)
+def test_a_loop_that_cannot_run_is_refused(
+    tiny_run: TinyRun,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    loop: str,
+    options: str,
+    says: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
+    assert dry_run(tiny_run, options, loop) == 2
+    said = capsys.readouterr()
+    assert says in said.out + said.err
+    assert "Traceback" not in said.out + said.err
+    assert not Path(tiny_run.run_folder).exists()
