@@ -91,6 +91,7 @@ def test_loops_by_name_take_their_options():
         ("tools", {"tools": ["nope"]}, "unknown tool 'nope'"),
         ("tools", {"limits": {"max_turns": 0}}, "max_turns must be at least 1; found 0"),
         ("tools", {"limits": {"on_context_full": "cry"}}, "on_context_full must be one of 'stop', 'new_trajectory'"),
+        ("tools", {"mcp_servers": {"a": {"command": ["x"], "env": {"A": 1}}}}, r"a: env\.A must be text; found int\."),
         ("tools", {"mcp_servers": {"a": {}}}, r"needs either command or url; found command = \[\] and url = None"),
         ("tools", {"mcp_servers": {"a": {"url": "x", "start_timeout_s": 0}}}, "needs start_timeout_s > 0"),
         ("environment", {}, "agent loop 'environment' needs the option 'environment'"),

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import sys
 import types
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,7 +32,7 @@ class StandIn:
 
     def __init__(self, config):
         self.num_serving = 0
-        self.taskset = SimpleNamespace(take=lambda count: config["tasks"][:count])
+        self.taskset = SimpleNamespace(take=lambda count: config.tasks[:count])
 
     @contextlib.asynccontextmanager
     async def serving(self):
@@ -147,27 +148,66 @@ def branch(ids, mask, *, trainable=True):
     return SimpleNamespace(token_ids=ids, sampled_mask=mask, trainable=trainable)
 
 
+class RefusedError(ValueError):
+    """As pydantic's: a tag that no renderer has."""
+
+    def errors(self):
+        context = {"discriminator": "'name'", "tag": "qwen", "expected_tags": "'default', 'qwen3'"}
+        return [{"type": "union_tag_invalid", "loc": ("renderer",), "msg": "long", "ctx": context}]
+
+
+def configure(table):
+    runtime = SimpleNamespace(**table.get("agent", {"type": "subprocess"}))
+    tasks = table.get("tasks", ["good", "drift", "branches", "fail", "hang"])
+    return SimpleNamespace(tasks=tasks, agent=SimpleNamespace(runtime=runtime))
+
+
+def configure_client(**options):
+    if options["renderer"] == {"name": "qwen"}:
+        raise RefusedError
+    return SimpleNamespace(**options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("policy")
+    TOKENIZER._tokenizer.save_pretrained(path)
+    return path
+
+
 @pytest.fixture
-def stand_in(monkeypatch):
+def stand_in(monkeypatch, folder):
     made = []
+    monkeypatch.chdir(folder.parent)
 
     def load(config):
         made.append(StandIn(config))
         return made[-1]
 
-    library = types.ModuleType("verifiers.v1")
-    library.resolve_env_config = lambda table: {"tasks": ["good", "drift", "branches", "fail", "hang"], **table}
-    library.load_environment = load
-    library.TrainClientConfig = SimpleNamespace
-    library.ModelContext = SimpleNamespace
-    library.SamplingConfig = SimpleNamespace
-    monkeypatch.setitem(sys.modules, "verifiers", types.ModuleType("verifiers"))
-    monkeypatch.setitem(sys.modules, "verifiers.v1", library)
+    modules = {
+        "verifiers": {},
+        "verifiers.v1": {
+            "resolve_env_config": configure,
+            "load_environment": load,
+            "TrainClientConfig": configure_client,
+            "ModelContext": SimpleNamespace,
+            "SamplingConfig": SimpleNamespace,
+        },
+        "verifiers.v1.runtimes": {"runtime_is_local": lambda runtime: runtime.type == "subprocess"},
+        "verifiers.v1.utils": {},
+        "verifiers.v1.utils.prime": {"ensure_prime_auth": lambda: sys.exit("not authenticated")},
+        "renderers": {"create_renderer": lambda tokenizer, config: (tokenizer, config)},
+        "renderers.base": {"load_tokenizer": str},
+    }
+    for name, content in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
     return made
 
 
 def play(*tasks, say=lambda heard: f"I say {heard.count('assistant')}{END}", **options):
-    loop = resolve_loop("verifiers", {"tokenizer": "tok", **options})
+    loop = resolve_loop("verifiers", {"tokenizer": next(Path.cwd().glob("policy*")).name, **options})
     prompts = [
         Prompt(uid=f"p{index}", input_ids=np.ones(1, np.int32), columns={"task": task})
         for index, task in enumerate(tasks)
@@ -239,6 +279,32 @@ def test_the_environment_is_served_while_the_loop_runs(stand_in):
     assert [environment.num_serving for environment in stand_in] == [0]
 
 
+def test_a_check_loads_the_environment_and_serves_nothing(stand_in, folder):
+    loop = resolve_loop("verifiers", {"tokenizer": str(folder)})
+    assert asyncio.run(loop.check(None)) == ["taskset with 5 tasks"]
+    assert (loop._serving, [environment.num_serving for environment in stand_in]) == (None, [0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokenizer": "nope"}, "agent loop 'verifiers': tokenizer: nope is not a folder.* nothing is downloaded"),
+        ({"renderer": {"name": "qwen"}}, "the renderer: renderer: unknown name 'qwen'. Did you mean 'qwen3'.* default"),
+        ({"environment": {"agent": {"type": "prime"}}}, "agent.runtime is 'prime', .*not authenticated. Set environ"),
+    ],
+)
+def test_what_would_fail_every_session_is_refused(stand_in, options, message):
+    with pytest.raises(SettingsError, match=message):
+        play(0, **options)
+
+
+def test_a_library_that_exits_is_refused(stand_in, monkeypatch):
+    library = sys.modules["verifiers.v1"]
+    monkeypatch.setattr(library, "load_environment", lambda _config: sys.exit("log in first"))
+    with pytest.raises(SettingsError, match="verifiers refuses the environment: SystemExit: log in first"):
+        play(0)
+
+
 def test_what_cannot_start_is_refused(stand_in, monkeypatch):
     with pytest.raises(SettingsError, match="the taskset of the verifiers environment has no tasks"):
         play(0, environment={"tasks": []})
@@ -251,7 +317,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers", None)
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
     with pytest.raises(MissingExtraError, match=r"Install rl-rollout\[verifiers\]"):
-        play(0)
+        asyncio.run(resolve_loop("verifiers", {"tokenizer": "t"}).check(None))
     with pytest.raises(SettingsError, match="agent loop 'verifiers' needs the option 'tokenizer'"):
         resolve_loop("verifiers", {})
 

@@ -243,6 +243,14 @@ def test_a_header_of_a_server_is_refused_without_its_value():
     assert "sk-1" not in str(caught.value)
 
 
+def test_a_variable_that_is_no_text_is_refused_without_its_value():
+    with pytest.raises(
+        SettingsError, match=r"env of McpServerOptions must be a mapping, .* with int at 'A'\."
+    ) as caught:
+        McpServerOptions(command=COMMAND, env={"A": 12345678})
+    assert "1234" not in str(caught.value)
+
+
 def test_a_server_without_tools_is_refused():
     empty = "from mcp.server.mcpserver import MCPServer; MCPServer('empty').run('stdio')"
     with pytest.raises(SettingsError, match="MCP server 'bad' has no tools"):

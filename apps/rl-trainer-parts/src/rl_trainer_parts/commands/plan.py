@@ -58,9 +58,7 @@ def count_parameters(folder: Path) -> int:
     return sum(math.prod(tensor.shape) for header in headers for tensor in header.values())
 
 
-def _roles(
-    settings: Settings, loop_lines: Sequence[str], inline_engine: str, inline_rank: str
-) -> Iterator[str]:
+def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, inline_rank: str) -> Iterator[str]:
     rollout = settings.rollout
     where = inline_engine if rollout.placement == "inline" else _engine_place(settings)
     yield "Roles"

@@ -2,9 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import field, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import numpy as np
 from rl_core.data import NO_VERSION, BoolArray, FloatArray, IntArray, Json, Prompt, Timings, Trajectory
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.record_fields import settings_record
+from rl_core.registry import unknown_name
 from rl_core.secret_settings import hide
 from rl_rollout.audit import SampledSpan
 from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult
@@ -24,8 +27,9 @@ class VerifiersOptions:
     """Options of the `verifiers` loop.
 
     Attributes:
-        tokenizer: Folder of the policy's tokenizer, from which verifiers renders turns.
-        environment: The `[env]` table of a verifiers run, such as {taskset = {id = "gsm8k-v1"}}.
+        tokenizer: Folder of the policy's tokenizer, from which verifiers renders turns; nothing is downloaded.
+        environment: The `[env]` table of a verifiers run, such as {taskset = {id = "sums"}, agent = {runtime = {type =
+            "subprocess"}}}.
         renderer: Table of a `renderers.RendererConfig`; None lets verifiers choose by the tokenizer's model.
         task_column: Column of the prompts that holds the index of the task in the taskset.
         max_tasks: Tasks read of the taskset.
@@ -62,23 +66,38 @@ class VerifiersLoop(SessionLoop):
         """Load the environment, and serve.
 
         Raises:
-            SettingsError: verifiers refuses the options, or has no tasks.
+            SettingsError: verifiers refuses the options, or has no tasks; or the tokenizer is no local folder.
             MissingExtraError: verifiers is not installed.
         """
-        self.close()
-        self._verifiers = _library()
-        try:
-            config = self._verifiers.resolve_env_config(dict(self._options.environment))
-            self._environment = self._verifiers.load_environment(config)
-            self._tasks = list(self._environment.taskset.take(self._options.max_tasks))
-        except Exception as error:
-            reason = hide(shown_error(error), self._options.environment)
-            raise SettingsError(f"verifiers refuses the environment: {reason}") from error
-        if not self._tasks:
-            raise SettingsError("the taskset of the verifiers environment has no tasks.")
+        self._load()
         is_ready = asyncio.get_running_loop().create_future()
         self._serving = asyncio.create_task(self._serve(is_ready))
         await is_ready
+
+    async def check(self, tokenizer: PromptTokenizer | None = None) -> list[str]:  # noqa: ARG002 - as `start`
+        """Load everything, and say how many tasks there are; raises as `start`."""
+        self._load()
+        return [f"taskset with {len(self._tasks):,} tasks"]
+
+    def _load(self) -> None:
+        self.close()
+        options, library = self._options, _library()
+        self._verifiers = library
+        with _refused("environment", options.environment):
+            config = library.resolve_env_config(dict(options.environment))
+            self._environment = library.load_environment(config)
+            self._tasks = list(self._environment.taskset.take(options.max_tasks))
+        if not self._tasks:
+            raise SettingsError("the taskset of the verifiers environment has no tasks.")
+        _require_account(config)
+        try:
+            PromptTokenizer.load(Path(options.tokenizer))
+        except SettingsError as error:
+            raise SettingsError(f"agent loop 'verifiers': tokenizer: {error}") from error
+        with _refused("renderer", options.renderer):
+            renderer = self._client(url="http://127.0.0.1").renderer
+            tokenizer = import_module("renderers.base").load_tokenizer(options.tokenizer)
+            import_module("renderers").create_renderer(tokenizer, renderer)
 
     def close(self) -> None:
         """Stop serving, as soon as the event loop runs."""
@@ -118,10 +137,10 @@ class VerifiersLoop(SessionLoop):
             async with self._environment.serving():
                 is_ready.set_result(None)
                 await asyncio.Event().wait()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if is_ready.done():
                 raise
-            is_ready.set_exception(error)
+            is_ready.set_exception(_refusal("environment", error, self._options.environment))
         finally:
             await self._endpoint.close()
 
@@ -135,17 +154,19 @@ class VerifiersLoop(SessionLoop):
             )
         return self._tasks[index]
 
-    def _model(self, url: str, context: LoopContext) -> Any:
-        library = self._verifiers
-        client = library.TrainClientConfig(
+    def _client(self, url: str) -> Any:
+        return self._verifiers.TrainClientConfig(
             base_url=url,
             api_key_var="RL_ROLLOUT_NO_KEY",
             renderer_model_name=self._options.tokenizer,
             renderer=None if self._options.renderer is None else dict(self._options.renderer),
         )
+
+    def _model(self, url: str, context: LoopContext) -> Any:
+        library = self._verifiers
         sampling = {"temperature": context.sampling.temperature, "max_tokens": context.sampling.max_tokens}
         return library.ModelContext(
-            model=_endpoint_module().MODEL, client=client, sampling=library.SamplingConfig(**sampling)
+            model=_endpoint_module().MODEL, client=self._client(url), sampling=library.SamplingConfig(**sampling)
         )
 
 
@@ -240,13 +261,54 @@ def _reason(episode: Any) -> str:
     return f"{errors[-1].type}: {errors[-1].message}"
 
 
+@contextmanager
+def _refused(what: str, given: Any) -> Iterator[None]:
+    """Turn what the library raises, or ends the process with, into a SettingsError."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise _refusal(what, error, given) from error
+
+
+def _refusal(what: str, error: BaseException, given: Any) -> SettingsError:
+    problems = getattr(error, "errors", None)  # pydantic has them
+    reason = "; ".join(map(_problem, problems())) if callable(problems) else shown_error(error)
+    return SettingsError(f"verifiers refuses the {what}: {hide(reason, given)}")
+
+
+def _problem(problem: Mapping[str, Any]) -> str:
+    """One of pydantic's, by the option's place."""
+    place = ".".join(map(str, problem["loc"]))
+    if problem["type"] != "union_tag_invalid":
+        return f"{place}: {problem['msg']}" if place else str(problem["msg"])
+    known = problem["ctx"]["expected_tags"].replace("'", "").split(", ")
+    return f"{place}: {unknown_name(problem['ctx']['discriminator'].strip(chr(39)), problem['ctx']['tag'], known)}"
+
+
+def _require_account(config: Any) -> None:
+    """Refuse a hosted runtime without an account: verifiers ends the process then, from a task of its own."""
+    is_local = import_module("verifiers.v1.runtimes").runtime_is_local
+    seats = {name: seat.runtime for name, seat in vars(config).items() if hasattr(seat, "runtime")}
+    for name, runtime in seats.items():
+        if is_local(runtime):
+            continue
+        try:
+            import_module("verifiers.v1.utils.prime").ensure_prime_auth()
+        except SystemExit as error:
+            raise SettingsError(
+                f"environment.{name}.runtime is {runtime.type!r}, a hosted one, which verifiers takes where none is "
+                f'given: {error}. Set environment.{name}.runtime = {{ type = "subprocess" }} to run on this machine, '
+                '"docker" for a container, or log in.'
+            ) from error
+
+
 def _library() -> Any:
     try:
         return import_module("verifiers.v1")
     except ImportError as error:
         raise MissingExtraError(
             f"the agent loop 'verifiers' needs the library verifiers ({error}). "
-            "Install rl-rollout[verifiers] as the README says."
+            "Install rl-rollout[verifiers] as docs/guides/agent-loops.md says: not beside vLLM 0.32."
         ) from error
 
 

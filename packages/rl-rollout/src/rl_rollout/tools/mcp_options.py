@@ -74,5 +74,6 @@ class McpServerOptions:
         """
         if self.cwd is not None and not Path(self.cwd).is_dir():
             raise SettingsError(
-                f"MCP server {name!r}: cwd must be a folder; found {self.cwd!r}, which is none (looked in {Path.cwd()})."
+                f"MCP server {name!r}: cwd must be a folder; found {self.cwd!r}, which is none from {Path.cwd()}. "
+                "Create it, or correct cwd."
             )
