@@ -128,7 +128,7 @@ class McpServer:
         try:
             connection = await self._thread.run(self._connected())
         except ToolError as error:
-            raise SettingsError(f"{error}. {self._options.advice}") from error
+            raise SettingsError(f"{str(error).rstrip('.')}. {self._options.advice}") from error
         self._has_started = True
         tools: dict[str, Tool] = {tool.name: McpTool(self, tool) for tool in connection.tools}
         if not tools:
