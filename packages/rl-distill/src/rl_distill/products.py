@@ -74,9 +74,8 @@ def _gain(rows: int, inputs: int, outputs: int) -> float:
     """
     a, b = torch.ones(rows, inputs), torch.ones(outputs, inputs).t()
     calls: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (torch.mm, _onednn)
-    times = [[_seconds(product, a, b) for product in calls] for _ in range(16)]
-    of_torch, of_onednn = (min(column) for column in zip(*times[1:], strict=True))  # the first one prepares
-    return max(of_torch, 1e-9) / max(of_onednn, 1e-9)
+    times = [[_seconds(product, a, b) for product in calls] for _ in range(16)][1:]  # the first one prepares
+    return max(min(of_torch for of_torch, _ in times), 1e-9) / max(min(of_onednn for _, of_onednn in times), 1e-9)
 
 
 def _seconds(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:
