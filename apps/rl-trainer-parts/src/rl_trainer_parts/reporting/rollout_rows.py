@@ -68,10 +68,11 @@ def draft_rollouts(settings: Settings, batch: Batch, *, step: int, version: int)
         max_tokens=metrics.log_rollout_tokens,
         seed=(settings.run.seed << 32) + step,
     )
-    return list(_drafts(batch.select(chosen), step=step, version=version))
+    return list(draft_rows(batch.select(chosen), step=step, version=version))
 
 
-def _drafts(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraft]:
+def draft_rows(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraft]:
+    """All rows of a batch; see `draft_rollouts`."""
     ids, mask = batch.ragged("input_ids"), batch.ragged("loss_mask")
     present = {name: batch.ragged(column) for name, column in COLUMNS.items() if column in batch}
     rewards = batch.dense("reward") if "reward" in batch else np.full(len(batch), np.nan)
@@ -111,9 +112,15 @@ class RolloutWriter:
         self._pieces: dict[int, str] = {}
         self._log: RolloutLog | None = None
         self._is_off = False
+        self._held: list[RolloutDraft] = []
+
+    def hold(self, drafts: Sequence[RolloutDraft]) -> None:
+        """Keep trajectories of the step under way until its others are written, or until the end."""
+        self._held += drafts
 
     def write(self, drafts: Sequence[RolloutDraft]) -> None:
         """Write the trajectories of one step."""
+        drafts, self._held = [*drafts, *self._held], []
         if self._is_off or not drafts:
             return
         try:
@@ -126,6 +133,8 @@ class RolloutWriter:
 
     def close(self) -> None:
         """Close the file; nothing is written from then on. Can be called twice."""
+        if self._held and not self._is_off:
+            self.write([])
         self._is_off = True
         if self._log is not None:
             self._log.close()

@@ -11,6 +11,7 @@ from rl_distill.checkpoints import CheckpointStore, Saved
 from rl_metrics.run_files import EventLog
 from rl_metrics.trackers import ConsoleTracker, Ending
 from rl_trainer_parts.learning.distillation import learns_from_rewards
+from rl_trainer_parts.reporting.failed_sessions import EVENT, told
 from rl_trainer_parts.reporting.health import watch_health
 from rl_trainer_parts.reporting.trackers import make_trackers
 from rl_trainer_parts.run.checkpoints import RunState
@@ -95,6 +96,12 @@ class RunLifecycle:
     def wall_s(self) -> float:
         """Seconds spent so far, over all launches."""
         return self._earlier_wall_s + time.perf_counter() - self._started
+
+    def say(self, event: str, /, **fields: Any) -> None:
+        """Write an event; users are told of sessions that failed."""
+        self.events.write(event, **fields)
+        if event == EVENT:
+            self.console.say(told(fields), style="yellow")
 
     def find_checkpoint(self) -> Path | None:
         """The newest whole checkpoint; broken ones are passed over, and told."""
