@@ -194,10 +194,10 @@ def test_the_same_weights_validate_as_they_did_in_the_run(run: TinyRun, capsys: 
     for policy in (run.run_folder, run.folder / "exported"):
         assert main(["validate", str(run.settings_file), "--policy", str(policy), "--metrics.console=off"]) == 0
         said = dict(line.split(" ") for line in capsys.readouterr().out.splitlines()[1:])
-        assert float(said["validation_accuracy"]) == pytest.approx(
+        assert float(said["validation_mean_reward"]) == pytest.approx(
             row.metrics["val-core/arithmetic/reward/mean@1"], abs=1e-4
         )
-        assert float(said["test_accuracy"]) == pytest.approx(row.metrics["test/accuracy"], abs=1e-4)
+        assert float(said["test_mean_reward"]) == pytest.approx(row.metrics["test/mean_reward"], abs=1e-4)
 
 
 def test_a_dry_run_starts_nothing_and_writes_nothing(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:

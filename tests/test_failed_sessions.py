@@ -99,5 +99,7 @@ def test_a_step_in_which_all_fail_ends_the_run(run: TinyRun, capsys: pytest.Capt
     assert "reward.py:reward" in said
     assert "raised ValueError: no verdict" in said
     assert [row.step for row in steps_of(run)] == [1]
+    failed = [row for row in read_rollouts(run.run_folder / "rollouts.jsonl") if row.failure is not None]
+    assert [row.step for row in failed] == [2] * 4
     last = read_events(run.run_folder / "events.jsonl")[-1]
     assert (last["event"], last["step"]) == ("run_failed", 1)

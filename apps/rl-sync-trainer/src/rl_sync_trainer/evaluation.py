@@ -3,7 +3,6 @@
 import time
 from dataclasses import replace
 
-from rl_metrics.validation import headline
 from rl_rollout.prompts import PromptSet
 from rl_rollout.rollouter import policy_scores
 from rl_rollout.skip import EntryKey
@@ -14,9 +13,10 @@ from rl_trainer_parts.rollouts.evaluation import (
     answer_problems,
     chosen_problems,
     draw_samples,
+    named_score,
     summarize_answers,
     validation_sampling,
-    with_accuracies,
+    with_scores,
 )
 from rl_trainer_parts.run.checkpoints import TrainerState
 
@@ -25,8 +25,7 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
     """Evaluate the validation problems, and the test problems where asked for.
 
     Returns:
-        The state with `validation_accuracy_{first,last}` and `test_accuracy_{first,last}` in its results, and the
-        metrics.
+        The state with the first and the last score of each split in its results (see `with_scores`), and the metrics.
     """
     results = dict(state.results)
     metrics: dict[str, float] = {}
@@ -43,12 +42,9 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
                 what=what,
                 deadline_s=parts.settings.rollout.deadline_s,
             )
-        accuracy = headline(found)
-        results = with_accuracies(results, {split: accuracy})
-        if split == "validation":
-            metrics |= found
-        elif accuracy is not None:
-            metrics["test/accuracy"] = accuracy
+        scores = named_score(parts.settings, found)
+        results = with_scores(results, split, scores)
+        metrics |= found if split == "validation" else {f"test/{name}": score for name, score in scores.items()}
     if metrics:
         metrics["timing_s/testing"] = time.perf_counter() - started
     return replace(state, results=results), metrics

@@ -1,6 +1,7 @@
 """rollouts.jsonl: which trajectories of a step are written down, and what of them."""
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,9 @@ from rl_trainer_parts.settings.schema import Settings
 
 EXTRA = "_rollout"
 """Name among a row's extras of what its columns do not say; an agent loop's own extra of this name is not kept."""
+
+MAX_EXTRAS = 4096
+"""Characters of a trajectory's other extras that are written down."""
 
 NUM_SAID = 8
 """Values that are there by this name: a list is made, and travels, quicker than a table."""
@@ -92,6 +96,7 @@ def draft_rows(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraf
             policy_version=version,
             mask=tuple(mask[index][start:].tolist()),
             columns={"token_ids": tuple(ids[index][start:].tolist()), **columns},
+            extras=bounded({name: value for name, value in extras.items() if name != EXTRA}),
             **_said(extras),
         )
         yield tuple(ids[index][:start].tolist()), row
@@ -200,6 +205,19 @@ def _by_pairs(batch: Batch, drawn: Sequence[int]) -> Iterator[int]:
             yield of_group.pop()
             if of_group:
                 yield of_group.pop()
+
+
+def bounded(extras: Mapping[str, Json]) -> dict[str, Json]:
+    """Extras that are together about `MAX_EXTRAS` characters of JSON: what is too long is cut, and then text."""
+    written = {name: json.dumps(value, ensure_ascii=False) for name, value in extras.items()}
+    kept: dict[str, Json] = {}
+    left = MAX_EXTRAS
+    for name in sorted(written, key=lambda name: len(written[name])):
+        text, left = written[name], left - len(name)
+        if left > 0:
+            kept[name] = extras[name] if len(text) <= left else f"{text[:left]}... ({len(text):,} characters)"
+        left -= len(text)
+    return {name: kept[name] for name in extras if name in kept}
 
 
 def problem_id(prompt_ids: IntArray) -> str:

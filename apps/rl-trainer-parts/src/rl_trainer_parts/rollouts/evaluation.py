@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rl_core import Prompt
 from rl_metrics.run_files import GenerationSample, draw_places
-from rl_metrics.validation import ValidationResponses, headline, summarize_validation
+from rl_metrics.validation import ValidationResponses, headline, is_headline_accuracy, summarize_validation
 from rl_rollout import GroupResult, Rollout
 from rl_rollout.engines import SamplingParams
 from rl_rollout.prompts import PromptSet, PromptTokenizer
@@ -13,6 +13,9 @@ from rl_trainer_parts.rollouts.engines import make_engine, start_within
 from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.rollouts.setup import open_rollout
 from rl_trainer_parts.settings.schema import Settings
+
+ZERO_OR_ONE = ("exact_match", "number_match", "math_verify")
+"""Rewards of ours whose mean is an accuracy."""
 
 DRAW_SEED = 0
 """The same problems are shown at every step."""
@@ -64,18 +67,35 @@ def summarize_answers(answers: Sequence[Answer]) -> dict[str, float]:
     )
 
 
-def with_accuracies(results: Mapping[str, float], accuracies: Mapping[str, float | None]) -> dict[str, float]:
-    """Results with `{split}_accuracy_first` and `{split}_accuracy_last` of a validation.
+def named_score(settings: Settings, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The mean score of a validation under its name; nothing where nothing was asked.
+
+    It is an "accuracy" where the reward is one of ours that is 0 or 1, or says so by a component "acc"; any other is a
+    "mean_reward".
+
+    Args:
+        settings: Of the run.
+        metrics: Of the validation.
+    """
+    score = headline(metrics)
+    if score is None:
+        return {}
+    is_accuracy = settings.reward.function in ZERO_OR_ONE or is_headline_accuracy(metrics)
+    return {"accuracy" if is_accuracy else "mean_reward": score}
+
+
+def with_scores(results: Mapping[str, float], split: str, scores: Mapping[str, float]) -> dict[str, float]:
+    """Results with those of a validation: `{split}_{name}_first` and `{split}_{name}_last`.
 
     Args:
         results: Of the run so far.
-        accuracies: By split; None where nothing was asked.
+        split: Such as "test".
+        scores: See `named_score`.
     """
     found = dict(results)
-    for split, accuracy in accuracies.items():
-        if accuracy is not None:
-            found.setdefault(f"{split}_accuracy_first", accuracy)
-            found[f"{split}_accuracy_last"] = accuracy
+    for name, score in scores.items():
+        found.setdefault(f"{split}_{name}_first", score)
+        found[f"{split}_{name}_last"] = score
     return found
 
 
@@ -116,14 +136,12 @@ async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, float
 
 
 async def evaluate_splits(settings: Settings, inputs: Inputs, rollout: Rollout) -> dict[str, float]:
-    """Metrics of both splits, each under its name, with `validation_accuracy` and `test_accuracy`."""
+    """Metrics of both splits, each under its name, with the mean score of each; see `named_score`."""
     results: dict[str, float] = {}
     for split, prompts in (("validation", inputs.validation), ("test", inputs.test)):
         if prompts is not None:
             groups = await answer_problems(settings, rollout, chosen_problems(settings, prompts))
             metrics = summarize_answers(answers_of(groups, source="validate"))
-            accuracy = headline(metrics)
             results |= {f"{split}/{name}": value for name, value in metrics.items()}
-            if accuracy is not None:
-                results[f"{split}_accuracy"] = accuracy
+            results |= {f"{split}_{name}": score for name, score in named_score(settings, metrics).items()}
     return results

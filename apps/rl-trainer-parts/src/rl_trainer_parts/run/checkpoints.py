@@ -19,7 +19,7 @@ class RunState:
         num_samples: Trajectories trained on.
         wall_s: Seconds spent so far, over all launches.
         steps_wall_s: Seconds of the training steps alone.
-        results: Validation results by name, such as "validation_accuracy_first".
+        results: Validation results by name, such as "validation_mean_reward_first".
         kl: State of the KL's coefficient; empty before the first step.
     """
 

@@ -1,7 +1,7 @@
 """What every launch of a run does, whichever trainer makes it: find where to go on, and tell how it ended."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from rl_trainer_parts.run.checkpoints import RunState
 from rl_trainer_parts.run.folder import RunFolder
 from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 from rl_trainer_parts.settings.schema import Settings
+
+SPLITS = ("validation", "test")
 
 
 class RunLifecycle:
@@ -157,12 +159,16 @@ class RunLifecycle:
             "steps": state.step,
             "wall_s": round(self.wall_s, 2),
             "samples_per_s": round(state.num_samples / state.steps_wall_s, 2) if state.steps_wall_s else 0.0,
-            "validation_accuracy_first": state.results.get("validation_accuracy_first"),
-            "validation_accuracy_last": state.results.get("validation_accuracy_last"),
-            "test_accuracy_first": state.results.get("test_accuracy_first"),
-            "test_accuracy_last": state.results.get("test_accuracy_last"),
+            **_scores(state.results),
             "num_samples": state.num_samples,
             "policy_version": state.policy_version,
             "seed": self._settings.run.seed,
             "checkpoint": str(self._folder.checkpoints / f"step_{newest[0]}") if newest else None,
         }
+
+
+def _scores(results: Mapping[str, float]) -> dict[str, float | None]:
+    """Of each split the first and the last score, under its name; None where nothing was asked."""
+    kinds = {split: "mean_reward" if f"{split}_mean_reward_last" in results else "accuracy" for split in SPLITS}
+    names = [f"{split}_{kind}_{which}" for split, kind in kinds.items() for which in ("first", "last")]
+    return {name: results.get(name) for name in names}

@@ -29,7 +29,15 @@ from rl_metrics.validation.responses import (
     response_table,
 )
 
-__all__ = ["ESTIMATORS", "ResponseTable", "ValidationResponses", "headline", "response_table", "summarize_validation"]
+__all__ = [
+    "ESTIMATORS",
+    "ResponseTable",
+    "ValidationResponses",
+    "headline",
+    "is_headline_accuracy",
+    "response_table",
+    "summarize_validation",
+]
 
 MAIN_VARIABLES = ("acc", "reward")
 """The main variable of a source is the first of these that it has."""
@@ -102,6 +110,12 @@ def headline(metrics: Mapping[str, float]) -> float | None:
     """One number for a validation: the mean of `val-core/.../mean@N` over sources; None when there is none."""
     values = [value for name, value in metrics.items() if HEADLINE.fullmatch(name)]
     return float(np.mean(values)) if values else None
+
+
+def is_headline_accuracy(metrics: Mapping[str, float]) -> bool:
+    """True where the headline is a mean of "acc" alone, and of no reward."""
+    variables = {name.split("/")[-2] for name in metrics if HEADLINE.fullmatch(name)}
+    return variables == {"acc"}
 
 
 def _estimates(table: ResponseTable, estimators: Sequence[Estimator]) -> dict[str, Floats]:
