@@ -1,5 +1,6 @@
 """Every way to compute the objective, through the loop: finite and defined metrics, and a policy that moves."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,28 @@ def test_the_same_weights_validate_as_they_did_in_the_run(run: TinyRun, capsys: 
             row.metrics["val-core/arithmetic/reward/mean@1"], abs=1e-4
         )
         assert float(said["test_mean_reward"]) == pytest.approx(row.metrics["test/mean_reward"], abs=1e-4)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_at_once(
+    run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rl_async_trainer.main import main as async_main
+
+    file = run.folder / "policy" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 10}))
+    words = run.train_words("--metrics.console=off")
+    for trainer, wanted in (
+        (main, [*words, "--dry-run"]),
+        (main, words),
+        (main, ["validate", *words[1:]]),
+        (async_main, [*words, "--dry-run"]),
+        (async_main, words),
+    ):
+        assert trainer(wanted) == 2, wanted
+        said = capsys.readouterr().err
+        assert f"policy.path: {file} has vocab_size = 10, but the tokenizer in {file.parent} gives token ids" in said
+        assert "up to 17" in said
+    assert not run.run_folder.exists()
 
 
 def test_a_dry_run_starts_nothing_and_writes_nothing(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:

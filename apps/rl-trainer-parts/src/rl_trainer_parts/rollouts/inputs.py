@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.errors import SettingsError
-from rl_rollout.engines import RolloutEngine, ScriptedEngine
+from rl_rollout.engines import RolloutEngine, ScriptedEngine, vocabulary_size
 from rl_rollout.prompts import PromptOptions, PromptSet, PromptTokenizer, load_prompts
 from rl_rollout.rewards import JudgeModel, RewardScorer, build_scorer
 from rl_trainer_parts.commands.plan import PromptCounts
@@ -46,6 +46,7 @@ def read_inputs(settings: Settings) -> Inputs:
         SettingsError: Tokenizer or reward function cannot be used, or there are too few prompts.
     """
     tokenizer = read_tokenizer(settings)
+    check_vocabulary(settings, tokenizer)
     options = PromptOptions(
         max_tokens=settings.prompts.max_tokens,
         overlong=settings.prompts.overlong,
@@ -78,6 +79,22 @@ def read_tokenizer(settings: Settings) -> PromptTokenizer:
         SettingsError: It cannot be used.
     """
     return PromptTokenizer.load(settings.policy.path, template_options=settings.prompts.template_options)
+
+
+def check_vocabulary(settings: Settings, tokenizer: PromptTokenizer) -> None:
+    """Refuse models that do not know all tokens of the policy's tokenizer.
+
+    Raises:
+        SettingsError: Names both files, and the sizes.
+    """
+    policy, needed = settings.policy.path, tokenizer.num_token_ids
+    for setting, folder in (("policy.path", policy), ("critic.path", settings.critic.path)):
+        if folder is not None and (size := vocabulary_size(folder)) < needed:
+            raise SettingsError(
+                f"{setting}: {folder / 'config.json'} has vocab_size = {size}, but the tokenizer in {policy} gives "
+                f"token ids up to {needed - 1}. Give the model its own tokenizer, or embeddings for {needed} tokens "
+                f"(transformers: model.resize_token_embeddings({needed}), then save_pretrained)."
+            )
 
 
 def make_scorer(settings: Settings, tokenizer: PromptTokenizer, engine: RolloutEngine) -> RewardScorer:
