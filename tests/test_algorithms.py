@@ -231,6 +231,23 @@ def test_a_dry_run_starts_nothing_and_writes_nothing(run: TinyRun, capsys: pytes
     assert not (run.folder / "runs").exists()
 
 
+def test_a_dry_run_says_what_the_prompts_are(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run.folder / "text.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}+3="}) + "\n" for n in range(10, 14)))
+    assert train_here(run, "--dry-run", prompts__train=file) == 2
+    assert "or allow rows without it: prompts.requires_ground_truth = false." in capsys.readouterr().err
+    settings = {"prompts__train": file, "prompts__requires_ground_truth": False}
+    assert train_here(run, "--dry-run", **settings) == 0
+    said = capsys.readouterr().out
+    assert "prompts    text, as it stands; the longest has 5 tokens" in said
+    assert said.count("note: the prompts are text") == 1
+    assert 'prompts.plain_prompts = "chat" makes each a user\'s message' in said
+    assert train_here(run, "--dry-run", prompts__plain_prompts="chat", **settings) == 0
+    said = capsys.readouterr().out
+    assert "prompts    messages, written by the chat template; the longest has 6 tokens" in said
+    assert "note:" not in said
+
+
 def test_an_engine_that_starts_too_slowly_is_given_up(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     slowly = ["--rollout.start_deadline_s=1e-6", "--metrics.console=off", "--rollout.placement=process"]
     assert main(["validate", str(run.settings_file), *slowly]) == 1
