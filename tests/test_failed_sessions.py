@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from async_runs import train_async_here
 from tiny_run import GROUP_SIZE, REWARDS_BEFORE_STEP_1, REWARDS_PER_STEP, TinyRun, make_tiny_run, train_here
 
 from rl_metrics.health.run_verdict import judge_run
@@ -71,6 +72,18 @@ def test_failed_sessions_are_counted_left_out_and_told_with_their_reason(
     (finding,) = [one for one in judge_run(open_run(run.run_folder)).findings if one.rule == "failed_rewards"]
     assert any(REASON in one.text for one in finding.evidence)
     assert "failed_rewards" in (run.run_folder / "health.json").read_text()
+    assert REASON in (run.run_folder / "health.json").read_text()
+
+
+def test_the_asynchronous_trainer_tells_them_too(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.folder / "reward.py").write_text(REWARD.format(first=REWARDS_BEFORE_STEP_1, fails="call % 8 == 3"))
+    assert train_async_here(run, trainer__steps=2, trainer__validate_every=0, schedule__max_staleness=0) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert told[0].startswith(f"step 1: 2 of {REWARDS_PER_STEP} sessions failed, 2 of them in their reward")
+    assert [line.partition(":")[0] for line in told] == ["step 1", "step 2", "step 2 (validation)", "step 2 (test)"]
+    failed = [row for row in read_rollouts(run.run_folder / "rollouts.jsonl") if row.failure is not None]
+    assert [row.step for row in failed] == [1, 1, 2, 2]
+    assert all(REASON in str(row.failure) for row in failed)
     assert REASON in (run.run_folder / "health.json").read_text()
 
 

@@ -24,8 +24,8 @@ def describe_raised(what: str, error: BaseException) -> str:
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    frames = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames
+    every = list(traceback.extract_tb(error.__traceback__))
+    frames = [frame for frame in every if not frame.filename.startswith(LIBRARIES)] or every
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
     return encodable(f"{what} raised {shown_error(error)}{place}")
 

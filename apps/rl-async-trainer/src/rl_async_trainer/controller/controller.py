@@ -282,7 +282,6 @@ class Controller:
         self._parts.rollouts.hold(window["rollouts"])
         for event in (*window["events"], *teachers["events"]):
             self._parts.say(event.pop("event"), **{"step": scheduler.num_steps, **event})
-        stats = await asyncio.to_thread(self._parts.queue.stats)
         restarts = {"rollouter": self._rollouter.num_restarts, "learner": self._learner.num_restarts}
         if self._parts.roles.teachers is not None:
             restarts["teachers"] = self._teachers.num_restarts
@@ -291,7 +290,7 @@ class Controller:
             {**window["metrics"], **teachers["metrics"]},
             wall_s=wall_s,
             scheduler=scheduler,
-            stats=stats,
+            stats=await asyncio.to_thread(self._parts.queue.stats),
             restarts=restarts,
         )
         metrics |= {"training/epoch": float(self._parts.supply.epoch), **self._parts.memory.step(scheduler.num_steps)}

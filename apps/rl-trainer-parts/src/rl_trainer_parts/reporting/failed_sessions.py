@@ -97,7 +97,7 @@ class FailedSessions:
         batch = Batch.from_trajectories([one.trajectory for one in written])
         batch = batch.with_extras([rollout_extras(one.prompt, one.trajectory) for one in written])
         return [
-            (ids, replace(row, failure=one.failure, policy_version=max((0, *row.columns["versions"]))))
+            (ids, replace(row, failure=one.failure, policy_version=int(max((0, *row.columns["versions"])))))
             for (ids, row), one in zip(draft_rows(batch, step=step, version=0), written, strict=True)
         ]
 
