@@ -1,5 +1,6 @@
 """Every way to compute the objective, through the loop: finite and defined metrics, and a policy that moves."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -200,12 +201,51 @@ def test_the_same_weights_validate_as_they_did_in_the_run(run: TinyRun, capsys: 
         assert float(said["test_accuracy"]) == pytest.approx(row.metrics["test/accuracy"], abs=1e-4)
 
 
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_at_once(
+    run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rl_async_trainer.main import main as async_main
+
+    file = run.folder / "policy" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 10}))
+    words = run.train_words("--metrics.console=off")
+    for trainer, wanted in (
+        (main, [*words, "--dry-run"]),
+        (main, words),
+        (main, ["validate", *words[1:]]),
+        (async_main, [*words, "--dry-run"]),
+        (async_main, words),
+    ):
+        assert trainer(wanted) == 2, wanted
+        said = capsys.readouterr().err
+        assert f"policy.path: {file} has vocab_size = 10, but the tokenizer in {file.parent} gives token ids" in said
+        assert "up to 17" in said
+    assert not run.run_folder.exists()
+
+
 def test_a_dry_run_starts_nothing_and_writes_nothing(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_here(run, "--dry-run") == 0
     said = capsys.readouterr().out
     assert "4 prompts x 4 sessions = 16 trajectories" in said
     assert "32 to train on, 4 to test at both ends" in said
     assert not (run.folder / "runs").exists()
+
+
+def test_a_dry_run_says_what_the_prompts_are(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run.folder / "text.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}+3="}) + "\n" for n in range(10, 14)))
+    assert train_here(run, "--dry-run", prompts__train=file) == 2
+    assert "or allow rows without it: prompts.requires_ground_truth = false." in capsys.readouterr().err
+    settings = {"prompts__train": file, "prompts__requires_ground_truth": False}
+    assert train_here(run, "--dry-run", **settings) == 0
+    said = capsys.readouterr().out
+    assert "prompts    text, as it stands; the longest has 5 tokens" in said
+    assert said.count("note: the prompts are text") == 1
+    assert 'prompts.plain_prompts = "chat" makes each a user\'s message' in said
+    assert train_here(run, "--dry-run", prompts__plain_prompts="chat", **settings) == 0
+    said = capsys.readouterr().out
+    assert "prompts    messages, written by the chat template; the longest has 6 tokens" in said
+    assert "note:" not in said
 
 
 def test_an_engine_that_starts_too_slowly_is_given_up(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:

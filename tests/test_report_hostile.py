@@ -119,6 +119,7 @@ def trajectory(text):
     return RolloutRow(
         step=1, time=1.0, prompt_uid=text("uid"), problem=text("problem"), source=text("source"), prompt=text("prompt"),
         response=text("response"), ground_truth=text("truth"), reward=0.0, components={text("component"): 0.0},
+        extras={text("extra"): [text("said")]},
         timings={text("timing"): 1.0}, finish=text("finish"), failure=text("failure"), tokens=(text("token"),),
         mask=(True,), columns={"policy_logprobs": (-0.5,)},
     )  # fmt: skip

@@ -30,7 +30,7 @@ def row(response, *, session=0, output=0, prompt=ASKED, masked=(), **more):
 
 ROWS = (
     row(f"<think>\nI multiply.\n</think>\n{CALL}<|im_end|>{REPLY}It is 42.<|im_end|>", masked=(REPLY,), session=0,
-        components={"acc": 1.0, "format": 0.5}),
+        components={"acc": 1.0, "format": 0.5}, extras={"answer": "42", "parts": [6, 7]}),
     row(f"<think>\nI multiply.\n</think>\n{CALL}<|im_end|>{REPLY}It is 24.<|im_end|>", masked=(REPLY,), session=1,
         reward=0.0, components={"acc": 0.0, "format": 0.5}),
     row("It is 41.<|im_end|>", session=2, reward=0.0, components={"acc": 0.0}),
@@ -176,6 +176,12 @@ def test_rewards_by_component_beside_the_group(page, report):
         ["acc", "1", "", "0.3333"],
         ["format", "0.5", "", "0.5"],
     ]
+
+
+def test_what_the_reward_said_beside_its_value(page, report):
+    show(page, report, "view=rollouts")
+    facts = "[...document.querySelectorAll('.extras dl > *')].map((one) => one.innerText)"
+    assert page.wait(f"{facts}.length && {facts}") == ["answer", "42", "parts", "[6,7]"]
 
 
 def test_two_responses_of_a_group_side_by_side(page, report):

@@ -103,9 +103,9 @@ def test_a_group_that_failed_before_the_rollouter_died_is_not_replaced(tmp_path:
 
 def test_of_a_rollouter_that_died_a_step_says_nothing(tmp_path: Path):
     side = Side(tmp_path)
-    window = asyncio.run(side.rollouts.link.window())
+    window = asyncio.run(side.rollouts.link.window(1))
     assert not any(window.values())
-    assert window.keys() == {"metrics", "histograms", "events"}
+    assert window.keys() == {"metrics", "histograms", "events", "rollouts"}
 
 
 def test_where_no_group_has_failed_yet_the_last_failure_says_where_to_look(tmp_path: Path):

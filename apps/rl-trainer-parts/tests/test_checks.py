@@ -141,8 +141,8 @@ def test_values_that_must_be_above_zero(folder: Path, name: str, value: float) -
         ),
         (
             {"engine.max_model_len": 2047},
-            "prompts.max_tokens = 1024 and rollout.max_response_tokens = 1024 make 2048 tokens, more than "
-            "engine.max_model_len = 2047. Lower one of them.",
+            "prompts.max_tokens = 1024 (default) and rollout.max_response_tokens = 1024 (default) make 2048 tokens, "
+            "more than engine.max_model_len = 2047. Lower one of them.",
         ),
     ],
 )

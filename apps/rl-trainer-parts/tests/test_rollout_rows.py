@@ -13,7 +13,9 @@ from rl_core import Batch, Prompt, Trajectory
 from rl_core.data.records import Timings
 from rl_metrics.run_files.rollout_log import read_rollouts
 from rl_trainer_parts.reporting.rollout_rows import (
+    MAX_EXTRAS,
     RolloutWriter,
+    bounded,
     choose_rows,
     draft_rollouts,
     problem_id,
@@ -83,6 +85,7 @@ def test_a_row_says_all_of_a_trajectory(tmp_path):
     assert (row.step, row.prompt_uid, row.session, row.output, row.policy_version) == (3, "p0-e1", 4, 0, 5)
     assert (row.source, row.ground_truth, row.reward, row.components) == ("sums", "95", 1.0, {"acc": 1.0})
     assert (row.prompt, row.response, row.tokens, row.finish) == ("gh", "ab", ("a", "b"), "length")
+    assert row.extras == {"turns": 1}
     assert row.timings == {"generate_s": 0.5, "tools_s": 0.25, "reward_s": 0.125, "preemptions": 1.0}
     assert (row.mask, row.problem) == ((True, True), problem_id(PROMPT.input_ids))
     assert row.columns == {
@@ -92,6 +95,17 @@ def test_a_row_says_all_of_a_trajectory(tmp_path):
         "policy_logprobs": (-0.25, -0.25),
         "entropy": (-0.25, -0.25),
     }
+
+
+def test_long_extras_are_cut_the_largest_first():
+    said = {"answer": "42", "log": "x" * 10_000, "list": [1, {"a": None}], "more": "y" * 9_000}
+    kept = bounded(said)
+    assert (kept["answer"], kept["list"]) == ("42", [1, {"a": None}])
+    assert str(kept["more"]).startswith('"yyy')
+    assert str(kept["more"]).endswith("... (9,002 characters)")
+    assert "log" not in kept
+    assert len(json.dumps(kept)) < MAX_EXTRAS + 100
+    assert bounded({"n" * 10_000: 1}) == {}
 
 
 def test_extras_keep_what_the_loop_said():

@@ -225,7 +225,7 @@ def test_efficiency_and_lost_rollouts():
     verdict = verdict_of(
         fully_async__trainer__idle_ratio=np.full(STEPS, 0.7),
         timing_s__step=np.where(np.isin(np.arange(STEPS), [40, 45, 50, 55]), 9.0, 1.5),
-        rollout__failed_sessions=np.full(STEPS, 100.0),
+        rollout__failed_sessions=np.full(STEPS, 1536.0),
         actor__skipped_updates=from_step(55, 0, 1),
     )
     assert {finding.rule for finding in verdict.findings} == {
@@ -234,6 +234,20 @@ def test_efficiency_and_lost_rollouts():
         "lost_rollouts",
         "not_finite",
     }
+    (lost,) = [finding for finding in verdict.findings if finding.rule == "lost_rollouts"]
+    assert lost.evidence[0].text.startswith("rollout/failed_sessions: 75 %")
+    assert lost.evidence[0].text.endswith(" % of the sessions (at most 10 % is healthy)")
+
+
+def test_the_newest_reason_of_failed_rewards_is_evidence():
+    def said(step, error):
+        return {"event": "sessions_failed", "step": step, "error": error}
+
+    events = [said(1, "first"), said(2, "newest"), {"event": "other", "error": "else"}]
+    values = healthy() | {"rollout/failed_rewards": np.full(STEPS, 3.0)}
+    (finding,) = judge(history(values), events=events).findings
+    assert [one.text for one in finding.evidence] == ["rollout/failed_rewards: 3 sessions of a step", "newest"]
+    assert judge(history(healthy() | {"rollout/failed_rewards": np.zeros(STEPS)}), events=events).findings == ()
 
 
 # -- thresholds

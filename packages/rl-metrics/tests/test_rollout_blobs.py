@@ -67,12 +67,13 @@ def test_texts_and_tokens_come_back(tmp_path):
     texts = ["</script><script>alert(1)</script>", "nul\0", "lone \ud800", "\u202eturned", "<img onerror=x>"]
     rows = [
         row(prompt=text, response=text, ground_truth=text, failure=text, components={text: 1.0}, tokens=(text, "x"),
+                extras={text: [1]},
             mask=(True, False), columns={"token_ids": (5, 6), "entropy": (0.125, math.nan)})
         for text in texts
     ]  # fmt: skip
     _, _, ((text_rows, tokens_header, columns),) = packed(rows, tmp_path)
     assert [found[:4] for found in text_rows] == [[text, text, text, "u"] for text in texts]
-    assert [found[7:] for found in text_rows] == [[text, {text: 1.0}, {}] for text in texts]
+    assert [found[7:] for found in text_rows] == [[text, {text: 1.0}, {}, {text: [1]}] for text in texts]
     assert [tokens_header["tokens"][code] for code in columns["codes"]] == [t for text in texts for t in (text, "x")]
     assert [tokens_header["ids"][code] for code in columns["codes"]] == [5, 6] * 5
     assert columns["lengths"].tolist() == [2] * 5

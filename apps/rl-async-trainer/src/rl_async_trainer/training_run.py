@@ -71,7 +71,7 @@ class TrainingRun:
         self._roles: Roles | None = None
         self._controller: Controller | None = None
         self._lifecycle = RunLifecycle(settings, folder, console)
-        self._say = self._lifecycle.events.write
+        self._say = self._lifecycle.say
 
     async def run(self) -> int:
         """Train until the last step or a signal; gives the exit status. See `RunLifecycle.launch`."""
@@ -142,6 +142,7 @@ class TrainingRun:
         validator = Validator(
             settings,
             self._inputs,
+            say=self._say,
             on_generations=self._lifecycle.trackers.log_generations,
             progress=lambda what: self._watchdog.progress(what),
             probes=TokenProbes(folder / "probes.jsonl", self._inputs.tokenizer, count=settings.metrics.probes),
@@ -174,7 +175,7 @@ class TrainingRun:
             progress=self._watchdog.progress,
             say=self._say,
             lifecycle=self._lifecycle,
-            write_rollouts=rollouts.write,
+            rollouts=rollouts,
             memory=make_memory_watch(settings, "controller", say=self._say),
         )
 

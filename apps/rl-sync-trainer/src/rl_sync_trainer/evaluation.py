@@ -8,6 +8,7 @@ from rl_rollout.prompts import PromptSet
 from rl_rollout.rollouter import policy_scores
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
+from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.rollouts.answers import answers_of
 from rl_trainer_parts.rollouts.evaluation import (
     answer_problems,
@@ -66,6 +67,7 @@ async def evaluate_prompts(parts: Parts, prompts: PromptSet, *, key: EntryKey, v
         num_sessions=settings.prompts.validation_samples,
     )
     answers = answers_of(found.groups, source="trainer")
+    FailedSessions.among(answers).tell(parts.say, step=key.step, during=key.kind)
     if settings.metrics.log_val_generations:
         samples = draw_samples(settings, answers, parts.inputs.tokenizer)
         parts.log_generations(key.step, f"{key.kind}/generations", samples)

@@ -93,6 +93,8 @@ def validate(words: list[str]) -> int:
 
     check_settings(settings)
     inputs = read_inputs(settings)
+    if inputs.advice is not None:
+        say(f"note: {inputs.advice}")
     check_loop(settings, inputs.tokenizer)
     check_engines(settings)
     for name, value in asyncio.run(validate_policy(settings, inputs)).items():

@@ -25,6 +25,7 @@ from rl_sync_trainer.assemble import Parts
 from rl_trainer_parts.learning.distillation import record_teachers
 from rl_trainer_parts.learning.off_policy import groups_of_texts, text_options
 from rl_trainer_parts.learning.parts import canary_sequences, proof_tolerances
+from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
 from rl_trainer_parts.reporting.step_metrics import (
     has_distributions,
@@ -32,6 +33,7 @@ from rl_trainer_parts.reporting.step_metrics import (
     slowest_session,
     summarize_step,
 )
+from rl_trainer_parts.rollouts.answers import answers_of
 from rl_trainer_parts.rollouts.setup import put_trajectories, sampling_params
 from rl_trainer_parts.rollouts.skip_cache import record_replay
 
@@ -182,7 +184,7 @@ async def run_groups(
 def record_rollouts(
     parts: Parts, groups: Sequence[GroupResult], recorder: Recorder, *, step: int, replayed: Collection[str] = ()
 ) -> None:
-    """Record what sessions cost, and write down which was the slowest.
+    """Record what sessions cost; tell which failed, and which was the slowest.
 
     Args:
         parts: Of the run.
@@ -194,8 +196,13 @@ def record_rollouts(
     Raises:
         RolloutError: Every session failed.
     """
+    failed = FailedSessions.among(answers_of(groups, source="trainer"))
+    failed.tell(parts.say, step=step, during="training")
+    if parts.rollouts is not None:
+        parts.rollouts.hold(failed.drafts(parts.settings, step=step))
     require_some_success(groups)
-    recorder.record("rollout/failed_sessions", sum(len(group.failures) for group in groups))
+    recorder.record("rollout/failed_sessions", len(failed.failed))
+    recorder.record("rollout/failed_rewards", failed.num_rewards)
     recorder.record("rollout/audited_sessions", sum(group.num_audited for group in groups))
     recorder.record("rollout/audit_failures", sum(group.num_audit_failures for group in groups))
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]

@@ -41,7 +41,7 @@ class TrainingRun:
         self._console = console
         self._state = TrainerState()
         self._lifecycle = RunLifecycle(settings, folder, console, on_saved=self._say_saved)
-        self._store, self._say = self._lifecycle.store, self._lifecycle.events.write
+        self._store, self._say = self._lifecycle.store, self._lifecycle.say
 
     async def run(self) -> int:
         """Train until the last step or a signal; gives the exit status. See `RunLifecycle.launch`."""

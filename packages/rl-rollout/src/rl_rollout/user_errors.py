@@ -2,6 +2,7 @@
 
 import asyncio
 import dis
+import sysconfig
 import threading
 import traceback
 from pathlib import Path
@@ -10,17 +11,21 @@ from typing import Any
 from rl_core.data import encodable
 from rl_rollout.rewards.outputs import shown_error
 
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {"<frozen "})
+"""Where the code is that users did not write."""
+
 
 def describe_raised(what: str, error: BaseException) -> str:
     """What raised an error, its type and text, and where: "X raised ValueError: no (own.py, line 3, in f)".
 
     Args:
         what: Whose code it is, such as "the environment's step".
-        error: Caught, the first one of a group; the place is its innermost line.
+        error: Caught, the first one of a group; the place is its innermost line outside of installed libraries.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    frames = traceback.extract_tb(error.__traceback__)
+    every = list(traceback.extract_tb(error.__traceback__))
+    frames = [frame for frame in every if not frame.filename.startswith(LIBRARIES)] or every
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
     return encodable(f"{what} raised {shown_error(error)}{place}")
 

@@ -232,7 +232,7 @@ class Controller:
         finally:
             self._trackers.log_histograms(number, {name: Histogram.from_json(one) for name, one in histograms.items()})
             self._trackers.log(number, metrics)  # also where it is stopped amid a validation
-            self._parts.write_rollouts(report.rollouts)
+            self._parts.rollouts.write(report.rollouts)
         if self._lacks_validation:
             await self._validate_beside()
         if scheduler.is_done or self._is_due(self._settings.trainer.checkpoint_every):
@@ -278,10 +278,10 @@ class Controller:
     async def _measure(self, report: TrainedStep, wall_s: float) -> tuple[dict[str, float], dict[str, Json]]:
         """Metrics of a step that was done, and distributions."""
         scheduler = self._scheduler
-        window, teachers = await asyncio.gather(self._rollouter.window(), self._teachers.window())
+        window, teachers = await asyncio.gather(self._rollouter.window(scheduler.num_steps), self._teachers.window())
+        self._parts.rollouts.hold(window["rollouts"])
         for event in (*window["events"], *teachers["events"]):
             self._parts.say(event.pop("event"), **{"step": scheduler.num_steps, **event})
-        stats = await asyncio.to_thread(self._parts.queue.stats)
         restarts = {"rollouter": self._rollouter.num_restarts, "learner": self._learner.num_restarts}
         if self._parts.roles.teachers is not None:
             restarts["teachers"] = self._teachers.num_restarts
@@ -290,7 +290,7 @@ class Controller:
             {**window["metrics"], **teachers["metrics"]},
             wall_s=wall_s,
             scheduler=scheduler,
-            stats=stats,
+            stats=await asyncio.to_thread(self._parts.queue.stats),
             restarts=restarts,
         )
         metrics |= {"training/epoch": float(self._parts.supply.epoch), **self._parts.memory.step(scheduler.num_steps)}

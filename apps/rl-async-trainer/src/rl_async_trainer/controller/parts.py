@@ -1,6 +1,6 @@
 """What the parts of the controller share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rl_async_trainer.assemble import Roles
@@ -12,7 +12,7 @@ from rl_core import TransferQueue
 from rl_metrics.reductions import MemoryWatch
 from rl_rollout.prompts import PromptSupply
 from rl_rollout.schedule import Scheduler
-from rl_trainer_parts.reporting.rollout_rows import RolloutDraft
+from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopSignal
 
@@ -34,7 +34,7 @@ class ControllerParts:
         progress: Told of each progress.
         say: Writes an event.
         lifecycle: Knows trackers, checkpoints, and the time that was spent.
-        write_rollouts: Writes trajectories of a step down.
+        rollouts: Writes trajectories of a step down.
         memory: Measures that of the controller's process.
     """
 
@@ -50,5 +50,5 @@ class ControllerParts:
     progress: Callable[[str], None]
     say: Callable[..., None]
     lifecycle: RunLifecycle
-    write_rollouts: Callable[[Sequence[RolloutDraft]], None]
+    rollouts: RolloutWriter
     memory: MemoryWatch

@@ -100,10 +100,10 @@ class RollouterLink:
         found: PolicyScores | None = await self._call("scores", sequences, top_k, needs_weights=True)
         return found
 
-    async def window(self) -> dict[str, Any]:
+    async def window(self, step: int) -> dict[str, Any]:
         """See `Rollouter.window`; of a rollouter that died meanwhile there is nothing."""
-        found: dict[str, Any] | None = await self._call("window")
-        return found or {"metrics": {}, "histograms": {}, "events": []}
+        found: dict[str, Any] | None = await self._call("window", step)
+        return found or {"metrics": {}, "histograms": {}, "events": [], "rollouts": []}
 
     async def set_num_engines(self, count: int) -> int:
         """See `Rollouter.set_num_engines`; a rollouter that is started again has as many."""

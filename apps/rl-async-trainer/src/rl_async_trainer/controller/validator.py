@@ -21,6 +21,7 @@ from rl_metrics.run_files import GenerationSample
 from rl_metrics.validation import headline
 from rl_rollout.prompts import PromptSet
 from rl_rollout.rollouter import PolicyScores
+from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.answers import Answer
 from rl_trainer_parts.rollouts.evaluation import chosen_problems, draw_samples, summarize_answers, with_accuracies
@@ -42,6 +43,7 @@ class Validator:
         settings: AsyncSettings,
         inputs: Inputs,
         *,
+        say: Callable[..., None],
         on_generations: OnGenerations,
         progress: Callable[[str], None],
         probes: TokenProbes,
@@ -51,12 +53,14 @@ class Validator:
         Args:
             settings: Of the run.
             inputs: Of the run.
+            say: Writes an event.
             on_generations: Told the samples that were drawn of each validation, with their step and name.
             progress: Told of each batch that was answered.
             probes: Asks what the policy thinks of tokens.
         """
         self._settings = settings
         self._inputs = inputs
+        self._say = say
         self._on_generations = on_generations
         self._progress = progress
         self._probes = probes
@@ -94,6 +98,7 @@ class Validator:
                 answers = await self._ask(batches, whom, is_beside=is_beside)
                 found, drawn = await asyncio.to_thread(self._summarize, batches, answers)
                 split = batches[0].split
+                FailedSessions.among(answers).tell(self._say, step=step, during=split)
                 if drawn:
                     self._on_generations(step, f"{split}/generations", drawn)
                 if split == "validation":

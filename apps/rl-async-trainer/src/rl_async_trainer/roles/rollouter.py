@@ -23,6 +23,7 @@ from rl_rollout.engines import EngineLoad, ReplicatedEngine, RolloutEngine
 from rl_rollout.rollouter import Dispatch, Generate, Refusals, RollouterOptions, RolloutWindow
 from rl_rollout.rollouter import Rollouter as BaseRollouter
 from rl_rollout.skip import EntryKey, StepRollouts
+from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch, slowest_session
 from rl_trainer_parts.rollouts.answers import Answer, answers_of
 from rl_trainer_parts.rollouts.engines import make_engine, make_replica, replica_pool, start_within
@@ -98,14 +99,21 @@ class Rollouter(BaseRollouter):
             groups = await answer_problems(self._settings, self._started[1], batch.prompts)
         return answers_of(groups, source="rollouter")
 
-    async def window(self) -> dict[str, Any]:
+    async def window(self, step: int) -> dict[str, Any]:
         """What happened since the last call.
 
+        Args:
+            step: That was just trained.
+
         Returns:
-            `metrics` by name, `histograms` as `Histogram.to_json` gives them, `events` as dicts.
+            `metrics` by name, `histograms` as `Histogram.to_json` gives them, `events` as dicts, and as `rollouts`
+            drafts of sessions that failed.
         """
         window, loads = self.take_window()
         metrics = window_metrics(window, loads, elapsed_s=max(time.monotonic() - window.began, 1e-9))
+        failed = FailedSessions.among(answers_of(window.groups, source="rollouter"))
+        failed.tell(window.say, step=step, during="training")
+        metrics["rollout/failed_rewards"] = float(failed.num_rewards)
         if window.trajectories:
             window.say("slowest_session", **slowest_session(window.trajectories))
         recorder = Recorder()
@@ -114,7 +122,8 @@ class Rollouter(BaseRollouter):
         histograms = {name: one.to_json() for name, one in recorder.histograms().items()}
         if self._memory is not None:
             metrics |= self._memory.step()
-        return {"metrics": metrics, "histograms": histograms, "events": window.events}
+        rollouts = failed.drafts(self._settings, step=step)
+        return {"metrics": metrics, "histograms": histograms, "events": window.events, "rollouts": rollouts}
 
     async def set_num_engines(self, count: int) -> int:
         """Add engines or take some away, while everything goes on; gives how many there are now.

@@ -16,6 +16,7 @@ from rl_rollout.skip import StepSelection, open_folder
 from rl_trainer_parts.checks.algorithm import algorithm_names, algorithm_problems, unknown_names
 from rl_trainer_parts.checks.distillation import distillation_problems, teacher_files
 from rl_trainer_parts.checks.model_folder import check_policy_folder, missing_path
+from rl_trainer_parts.settings.fields import with_value
 from rl_trainer_parts.settings.metrics import LEVELS
 from rl_trainer_parts.settings.schema import Settings
 
@@ -152,7 +153,7 @@ def _skip(settings: Settings) -> Iterator[str]:
         yield f"skip.directory: {error}"
     last = settings.trainer.steps
     if not StepSelection.parse(skip.steps).count_before(last + 1):
-        yield f"skip.steps = {skip.steps!r} selects no step up to trainer.steps = {last}."
+        yield f"skip.steps = {skip.steps!r} selects no step up to {with_value(settings, 'trainer.steps')}."
     if skip.rewards == "again":
         with contextlib.suppress(SettingsError):  # an unknown loop is told as such
             if not can_score_again(LOOPS.get(settings.rollout.loop)):
@@ -184,8 +185,9 @@ def _lengths(settings: Settings) -> Iterator[str]:
     for name, limit in limits.items():
         if limit is not None and longest > limit:
             yield (
-                f"prompts.max_tokens = {prompts.max_tokens} and rollout.max_response_tokens = "
-                f"{rollout.max_response_tokens} make {longest} tokens, more than {name} = {limit}. Lower one of them."
+                f"{with_value(settings, 'prompts.max_tokens')} and "
+                f"{with_value(settings, 'rollout.max_response_tokens')} make {longest} tokens, more than {name} = "
+                f"{limit}. Lower one of them."
             )
 
 
@@ -193,8 +195,8 @@ def _arithmetic(settings: Settings) -> Iterator[str]:
     rollout, trainer = settings.rollout, settings.trainer
     if trainer.minibatches >= 1 and rollout.prompts_per_step % trainer.minibatches:
         yield (
-            f"rollout.prompts_per_step = {rollout.prompts_per_step} groups cannot be divided into trainer.minibatches "
-            f"= {trainer.minibatches} equal parts; make the first a multiple of the second."
+            f"{with_value(settings, 'rollout.prompts_per_step')} groups cannot be divided into "
+            f"{with_value(settings, 'trainer.minibatches')} equal parts; make the first a multiple of the second."
         )
     if rollout.top_p < 1 or rollout.top_k is not None:
         yield (

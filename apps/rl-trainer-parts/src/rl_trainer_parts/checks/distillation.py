@@ -17,6 +17,7 @@ from rl_trainer_parts.learning.off_policy import check_texts, text_problems
 from rl_trainer_parts.learning.start_learners import rank_pool
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.rollouts.engines import replica_pool
+from rl_trainer_parts.settings.fields import with_value
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -139,9 +140,10 @@ def teacher_files(settings: Settings) -> Iterator[str]:
 
 def _lengths(settings: Settings, teacher: TeacherOptions) -> Iterator[str]:
     """A teacher shorter than the longest trajectory."""
-    prompts, rollout = settings.prompts.max_tokens, settings.rollout.max_response_tokens
-    longest, wanted = prompts + rollout, teacher.max_model_len
-    made = f"prompts.max_tokens = {prompts} and rollout.max_response_tokens = {rollout} make {longest} tokens"
+    longest = settings.prompts.max_tokens + settings.rollout.max_response_tokens
+    wanted = teacher.max_model_len
+    added = [with_value(settings, name) for name in ("prompts.max_tokens", "rollout.max_response_tokens")]
+    made = f"{' and '.join(added)} make {longest} tokens"
     if wanted is not None and wanted < longest:
         yield f"max_model_len = {wanted} is too short: {made}. Raise it, or leave it out."
     with contextlib.suppress(OSError, ValueError, EngineError):  # other checks say what is wrong with config.json

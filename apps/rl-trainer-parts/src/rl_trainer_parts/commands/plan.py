@@ -24,11 +24,23 @@ PLACES = {"process": ("a process", "processes"), "ray": ("an actor of Ray", "act
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCounts:
-    """How many problems each file gives."""
+    """How many problems each file gives, and what they are made of.
+
+    Attributes:
+        train: Of `prompts.train`.
+        validation: Of `prompts.validation`.
+        test: Of `prompts.test`.
+        form: What prompts are, in words.
+        longest: Tokens of the longest to train on.
+        dropped: Rows that were left out as too long.
+    """
 
     train: int
     validation: int
     test: int
+    form: str = ""
+    longest: int = 0
+    dropped: int = 0
 
 
 def describe_plan(
@@ -177,6 +189,10 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
     yield f"             {counts.validation} for validation every {trainer.validate_every} steps"
     if settings.prompts.validation_samples > 1:
         yield f"             {settings.prompts.validation_samples} responses to each of these"
+    if counts.form:
+        yield f"  prompts    {counts.form}; the longest has {counts.longest} tokens"
+    if counts.dropped:
+        yield f"             {counts.dropped} rows are longer than prompts.max_tokens, and left out"
 
 
 def _sharing(settings: Settings) -> Iterator[str]:

@@ -50,6 +50,8 @@ def train_checked(
         loop_lines = check_loop(settings, inputs.tokenizer)
         check_engines(settings)
         settings = choose_products(settings, resume=resume)
+    if inputs.advice is not None:
+        console.say(f"note: {inputs.advice}")
     if dry_run:
         folder = RunFolder(settings.run_folder)
         if resume:

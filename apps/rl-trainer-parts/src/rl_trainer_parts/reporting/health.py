@@ -151,7 +151,9 @@ class HealthWatch:
             self._judge()
 
     def _judge(self) -> Verdict:
-        verdict = judge(self._history.history(), rules=self._rules, family=self._family)
+        newest = self._events.newest
+        reasons = [newest[name] for name in {rule.reasons for rule in self._rules} if name in newest]
+        verdict = judge(self._history.history(), rules=self._rules, events=reasons, family=self._family)
         self._write(verdict)
         self._is_judged = True
         self._tell(verdict)

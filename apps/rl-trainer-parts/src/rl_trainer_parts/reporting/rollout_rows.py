@@ -1,6 +1,7 @@
 """rollouts.jsonl: which trajectories of a step are written down, and what of them."""
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,9 @@ from rl_trainer_parts.settings.schema import Settings
 
 EXTRA = "_rollout"
 """Name among a row's extras of what its columns do not say; an agent loop's own extra of this name is not kept."""
+
+MAX_EXTRAS = 4096
+"""Characters of a trajectory's other extras that are written down."""
 
 NUM_SAID = 8
 """Values that are there by this name: a list is made, and travels, quicker than a table."""
@@ -68,10 +72,11 @@ def draft_rollouts(settings: Settings, batch: Batch, *, step: int, version: int)
         max_tokens=metrics.log_rollout_tokens,
         seed=(settings.run.seed << 32) + step,
     )
-    return list(_drafts(batch.select(chosen), step=step, version=version))
+    return list(draft_rows(batch.select(chosen), step=step, version=version))
 
 
-def _drafts(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraft]:
+def draft_rows(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraft]:
+    """All rows of a batch; see `draft_rollouts`."""
     ids, mask = batch.ragged("input_ids"), batch.ragged("loss_mask")
     present = {name: batch.ragged(column) for name, column in COLUMNS.items() if column in batch}
     rewards = batch.dense("reward") if "reward" in batch else np.full(len(batch), np.nan)
@@ -91,6 +96,7 @@ def _drafts(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraft]:
             policy_version=version,
             mask=tuple(mask[index][start:].tolist()),
             columns={"token_ids": tuple(ids[index][start:].tolist()), **columns},
+            extras=bounded({name: value for name, value in extras.items() if name != EXTRA}),
             **_said(extras),
         )
         yield tuple(ids[index][:start].tolist()), row
@@ -111,9 +117,15 @@ class RolloutWriter:
         self._pieces: dict[int, str] = {}
         self._log: RolloutLog | None = None
         self._is_off = False
+        self._held: list[RolloutDraft] = []
+
+    def hold(self, drafts: Sequence[RolloutDraft]) -> None:
+        """Keep trajectories of the step under way until its others are written, or until the end."""
+        self._held += drafts
 
     def write(self, drafts: Sequence[RolloutDraft]) -> None:
         """Write the trajectories of one step."""
+        drafts, self._held = [*drafts, *self._held], []
         if self._is_off or not drafts:
             return
         try:
@@ -126,6 +138,8 @@ class RolloutWriter:
 
     def close(self) -> None:
         """Close the file; nothing is written from then on. Can be called twice."""
+        if self._held and not self._is_off:
+            self.write([])
         self._is_off = True
         if self._log is not None:
             self._log.close()
@@ -191,6 +205,19 @@ def _by_pairs(batch: Batch, drawn: Sequence[int]) -> Iterator[int]:
             yield of_group.pop()
             if of_group:
                 yield of_group.pop()
+
+
+def bounded(extras: Mapping[str, Json]) -> dict[str, Json]:
+    """Extras that are together about `MAX_EXTRAS` characters of JSON: what is too long is cut, and then text."""
+    written = {name: json.dumps(value, ensure_ascii=False) for name, value in extras.items()}
+    kept: dict[str, Json] = {}
+    left = MAX_EXTRAS
+    for name in sorted(written, key=lambda name: len(written[name])):
+        text, left = written[name], left - len(name)
+        if left > 0:
+            kept[name] = extras[name] if len(text) <= left else f"{text[:left]}... ({len(text):,} characters)"
+        left -= len(text)
+    return {name: kept[name] for name in extras if name in kept}
 
 
 def problem_id(prompt_ids: IntArray) -> str:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.errors import SettingsError
-from rl_rollout.engines import RolloutEngine, ScriptedEngine
+from rl_rollout.engines import RolloutEngine, ScriptedEngine, vocabulary_size
 from rl_rollout.prompts import PromptOptions, PromptSet, PromptTokenizer, load_prompts
 from rl_rollout.rewards import JudgeModel, RewardScorer, build_scorer
 from rl_trainer_parts.commands.plan import PromptCounts
+from rl_trainer_parts.settings.fields import with_value
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -35,6 +36,24 @@ class Inputs:
             train=len(self.train),
             validation=len(self.validation) if self.validation is not None else 0,
             test=len(self.test) if self.test is not None else 0,
+            form=self.form,
+            longest=self.train.longest,
+            dropped=sum(one.num_dropped for one in (self.train, self.validation, self.test) if one is not None),
+        )
+
+    @property
+    def form(self) -> str:
+        """What the first prompt is made of, in words."""
+        return "messages, written by the chat template" if self.train[0].messages else "text, as it stands"
+
+    @property
+    def advice(self) -> str | None:
+        """What to look at where text goes to a model that was trained on chats."""
+        if self.train[0].messages or not self.tokenizer.has_chat_template:
+            return None
+        return (
+            "the prompts are text, and go to the model as they stand, though its tokenizer has a chat template; "
+            'prompts.plain_prompts = "chat" makes each a user\'s message'
         )
 
 
@@ -46,10 +65,12 @@ def read_inputs(settings: Settings) -> Inputs:
         SettingsError: Tokenizer or reward function cannot be used, or there are too few prompts.
     """
     tokenizer = read_tokenizer(settings)
+    check_vocabulary(settings, tokenizer)
     options = PromptOptions(
         max_tokens=settings.prompts.max_tokens,
         overlong=settings.prompts.overlong,
         plain_prompts=settings.prompts.plain_prompts,
+        requires_ground_truth=settings.prompts.requires_ground_truth,
     )
 
     def load(path: Path | None) -> PromptSet | None:
@@ -58,7 +79,7 @@ def read_inputs(settings: Settings) -> Inputs:
     train = load_prompts([settings.prompts.train], tokenizer, options)
     if len(train) < settings.rollout.prompts_per_step:
         raise SettingsError(
-            f"rollout.prompts_per_step = {settings.rollout.prompts_per_step}, but {settings.prompts.train} gives "
+            f"{with_value(settings, 'rollout.prompts_per_step')}, but {settings.prompts.train} gives "
             f"{len(train)} prompts, and a step takes each prompt at most once. Lower it, or give more prompts."
         )
     inputs = Inputs(
@@ -78,6 +99,22 @@ def read_tokenizer(settings: Settings) -> PromptTokenizer:
         SettingsError: It cannot be used.
     """
     return PromptTokenizer.load(settings.policy.path, template_options=settings.prompts.template_options)
+
+
+def check_vocabulary(settings: Settings, tokenizer: PromptTokenizer) -> None:
+    """Refuse models that do not know all tokens of the policy's tokenizer.
+
+    Raises:
+        SettingsError: Names both files, and the sizes.
+    """
+    policy, needed = settings.policy.path, tokenizer.num_token_ids
+    for setting, folder in (("policy.path", policy), ("critic.path", settings.critic.path)):
+        if folder is not None and (size := vocabulary_size(folder)) < needed:
+            raise SettingsError(
+                f"{setting}: {folder / 'config.json'} has vocab_size = {size}, but the tokenizer in {policy} gives "
+                f"token ids up to {needed - 1}. Give the model its own tokenizer, or embeddings for {needed} tokens "
+                f"(transformers: model.resize_token_embeddings({needed}), then save_pretrained)."
+            )
 
 
 def make_scorer(settings: Settings, tokenizer: PromptTokenizer, engine: RolloutEngine) -> RewardScorer:

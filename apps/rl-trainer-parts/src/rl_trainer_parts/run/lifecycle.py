@@ -11,12 +11,16 @@ from rl_distill.checkpoints import CheckpointStore, Saved
 from rl_metrics.run_files import EventLog
 from rl_metrics.trackers import ConsoleTracker, Ending
 from rl_trainer_parts.learning.distillation import learns_from_rewards
+from rl_trainer_parts.reporting.failed_sessions import EVENT, told
 from rl_trainer_parts.reporting.health import watch_health
 from rl_trainer_parts.reporting.trackers import make_trackers
 from rl_trainer_parts.run.checkpoints import RunState
 from rl_trainer_parts.run.folder import RunFolder
 from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 from rl_trainer_parts.settings.schema import Settings
+
+ZERO_OR_ONE = ("exact_match", "number_match", "math_verify")
+"""Rewards of ours whose mean is an accuracy."""
 
 
 class RunLifecycle:
@@ -96,6 +100,12 @@ class RunLifecycle:
         """Seconds spent so far, over all launches."""
         return self._earlier_wall_s + time.perf_counter() - self._started
 
+    def say(self, event: str, /, **fields: Any) -> None:
+        """Write an event; users are told of sessions that failed."""
+        self.events.write(event, **fields)
+        if event == EVENT:
+            self.console.say(told(fields), style="yellow")
+
     def find_checkpoint(self) -> Path | None:
         """The newest whole checkpoint; broken ones are passed over, and told."""
 
@@ -137,7 +147,11 @@ class RunLifecycle:
         summary = self._summary("finished", state)
         file = self._folder.write_summary(summary)
         self.events.write("run_finished", **summary)
-        shown = {name: value for name, value in summary.items() if value is not None and name != "status"}
+        shown = {
+            _shown_name(name, self._settings): value
+            for name, value in summary.items()
+            if value is not None and name != "status"
+        }
         self.console.summary(
             "run finished", {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file, **self._report()}
         )
@@ -159,3 +173,9 @@ class RunLifecycle:
             "seed": self._settings.run.seed,
             "checkpoint": str(self._folder.checkpoints / f"step_{newest[0]}") if newest else None,
         }
+
+
+def _shown_name(name: str, settings: Settings) -> str:
+    """What the terminal calls a result: a mean of rewards is an accuracy where they are 0 or 1 by definition."""
+    is_accuracy = settings.reward.function in ZERO_OR_ONE
+    return name if is_accuracy else name.replace("_accuracy_", "_mean_reward_")

@@ -8,6 +8,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,13 @@ def setting_fields(kind: type[Settings] = Settings) -> dict[str, SettingField]:
         for section, model_field in kind.model_fields.items()
         for setting in fields_of(model_field.annotation, section)
     }
+
+
+def with_value(settings: Settings, name: str) -> str:
+    """A setting of a section as errors show it: `prompts.max_tokens = 1024 (default)`."""
+    value = attrgetter(name)(settings)
+    is_default = value == setting_fields(type(settings))[name].default
+    return f"{name} = {value}{' (default)' if is_default else ''}"
 
 
 def find_setting(name: str, kind: type[Settings] = Settings) -> SettingField | None:

@@ -69,6 +69,7 @@ class PromptSettings:
         max_tokens: Longest prompt, template included.
         overlong: What to do with a longer one: "error" or "drop".
         plain_prompts: Tokenize a prompt that is text as it stands ("raw"), or as a user's message ("chat").
+        requires_ground_truth: Refuse rows with neither `reward_model.ground_truth` nor `answer`.
         template_options: Variables of the chat template, such as {enable_thinking = false}.
         validation_limit: Use only the first so many validation problems; none uses all.
         validation_samples: Responses to each validation and test problem; of several, pass@k, the best, the worst and
@@ -82,6 +83,7 @@ class PromptSettings:
     max_tokens: int = 1024
     overlong: Literal["error", "drop"] = "error"
     plain_prompts: Literal["raw", "chat"] = "raw"
+    requires_ground_truth: bool = True
     template_options: dict[str, str | bool | int | float] = field(default_factory=dict)
     validation_limit: int | None = None
     validation_samples: int = 1

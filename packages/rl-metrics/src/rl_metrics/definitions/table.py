@@ -217,6 +217,13 @@ ROLLOUT = (
         reduction="sum",
         healthy=Band(high=0.0, source=BY_DESIGN),
     ),
+    one(
+        "rollout/failed_rewards",
+        "sessions",
+        "Sessions whose reward raised, gave nothing in time, or gave no number; they fail, or count 0.",
+        reduction="sum",
+        healthy=Band(high=0.0, source=BY_DESIGN),
+    ),
     mean(
         "rollout/positive_reward_ratio", "1", "Share of scored trajectories with a reward above 0.", over="trajectory"
     ),

@@ -50,6 +50,11 @@ def level(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     return Measured(values=values, is_wrong=_outside(values, limits))
 
 
+def part_level(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """As `level`, of the first column's share in the sum of both."""
+    return level((columns[0], columns[0] + columns[1]), limits, window)
+
+
 def mean_level(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """The running mean is below `min` or above `max`: for shares of time, which may take turns from step to step."""
     values = _running(np.mean, quotient(columns), window)
@@ -225,7 +230,7 @@ def lost(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
 KINDS: dict[str, CheckKind] = {
     kind.__name__: kind
     for kind in (
-        *(level, mean_level, highest, zero, fall, no_rise, risen, near_top, rises, grows),
+        *(level, part_level, mean_level, highest, zero, fall, no_rise, risen, near_top, rises, grows),
         *(jumps, leap, shrunk, sudden_fall, gap, lost),
     )
 }

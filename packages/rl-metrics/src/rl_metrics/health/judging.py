@@ -82,7 +82,8 @@ def _check(
             reading = f"{wrong[0].evidence.text}, which is let pass: {excuse}"
         return _line(rule, "ok" if enough else "unknown", reading), None
     wrong = _without_repeats(sorted(wrong, key=lambda look: look.since_step)) if is_wrong else []
-    evidence = (*(evidence for evidence, _ in reported), *(look.evidence for look in wrong))
+    reasons = [_told(report, newest)[0] for report in reports if is_wrong and report.get("event") == rule.reasons]
+    evidence = (*(evidence for evidence, _ in reported), *(look.evidence for look in wrong), *reasons[-1:])
     finding = Finding(
         rule=rule.name,
         side=rule.side,

@@ -148,6 +148,7 @@ class Rule:
         needs: Nothing is found unless each of these finds something too.
         unless: Nothing is found where one of these finds something.
         families: What a run has to learn from for it to mean anything.
+        reasons: Name of the event whose error, of the newest one, is evidence beside what the conditions find.
         events: An event of this name whose error has this text, newer than the newest start of the run, finds it too.
     """
 
@@ -165,6 +166,7 @@ class Rule:
     unless: tuple[Condition, ...] = ()
     families: tuple[Family, ...] = FAMILIES
     events: tuple[tuple[str, str], ...] = ()
+    reasons: str = ""
 
     def limit(self, name: str) -> float:
         """A threshold's value.

@@ -268,7 +268,11 @@ STABILITY = (
         what="Many sessions failed, or gave nothing that can train.",
         conditions=(
             condition(
-                "level", "rollout/failed_sessions", "rollout/num_trajectories", says=OF_TRAJECTORIES, max="failed_max"
+                "part_level",
+                "rollout/failed_sessions",
+                "rollout/num_trajectories",
+                says="{metric}: {value:share} of the sessions (at most {max:share} is healthy)",
+                max="failed_max",
             ),
             condition("level", "response/aborted_ratio", says=OF_TRAJECTORIES, max="aborted_max"),
             condition(
@@ -281,15 +285,51 @@ STABILITY = (
             condition("highest", "rollout/audit_failures", says=REACHED, max="audit_max"),
         ),
         thresholds=(
-            Threshold("failed_max", 0.1, "failed or unscored, over trajectories", THUMB),
+            Threshold("failed_max", 0.1, "share of the sessions that failed, or trajectories without a score", THUMB),
             Threshold("aborted_max", 0.1, "share without a token that trains", THUMB),
             Threshold("audit_max", 0.0, "failed audits of a step", BY_DESIGN),
         ),
         window=5,
-        min_steps=5,
+        min_steps=1,
+        reasons="sessions_failed",
         causes=(
-            Cause("the reward function or a tool fails", "look at the failures in rollouts.jsonl and events.jsonl"),
+            Cause(
+                "the reward function fails",
+                "mend what the reason names; the report's rollouts can be filtered by their failure",
+                rule="failed_rewards",
+            ),
+            Cause(
+                "an environment or a tool fails",
+                "mend what the reason names; rollouts.jsonl has some of the failed sessions",
+            ),
             Cause("requests run out of time", "look at agent_loop/slowest/*, and raise the deadlines"),
+        ),
+    ),
+    Rule(
+        name="failed_rewards",
+        side="stability",
+        title="the reward function gives rewards",
+        what="The reward function failed in some sessions; they are left out, or count 0.",
+        conditions=(
+            condition(
+                "level",
+                "rollout/failed_rewards",
+                says="{metric}: {value} sessions of a step",
+                well="no session's reward failed in most of the last {window} steps",
+            ),
+        ),
+        thresholds=(Threshold("max", 0.0, "sessions of a step, running median", BY_DESIGN),),
+        window=5,
+        min_steps=1,
+        reasons="sessions_failed",
+        causes=(
+            Cause(
+                "it raises, hangs or gives no number for some responses",
+                "mend the line that the reason names; let a wrong answer be a reward of 0, not an error",
+            ),
+            Cause(
+                "a service that it asks does not answer", 'raise reward.timeout_s, or set reward.on_failure = "retry"'
+            ),
         ),
     ),
 )

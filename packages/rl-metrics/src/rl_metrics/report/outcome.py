@@ -124,7 +124,7 @@ def _figures(history: History) -> list[Figure]:
         _figure(history, score, "the training reward"),
         _figure(history, "sft/loss", "the cross entropy", is_up_better=False),
         *(_figure(history, name, _validation_label(name), is_validation=True) for name in validated[:MAX_VALIDATIONS]),
-        _figure(history, "test/accuracy", "the accuracy on the test set", is_validation=True),
+        _figure(history, "test/accuracy", "the mean reward on the test set", is_validation=True),
     ]
     if not any(found):
         losses = [name for name in history.values if name.rpartition("/")[2] == "loss"]

@@ -31,6 +31,9 @@ class EventLog:
     """Appends events to a file, from any thread; a kill at any moment loses at most the line being written.
 
     A file that cannot be written (a full disk) stops no run: one warning, and no events from then on.
+
+    Attributes:
+        newest: Of the events that `write` was given, the newest of each name.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
@@ -44,6 +47,7 @@ class EventLog:
         self._clock = clock
         self._is_off = False
         self._lock = threading.Lock()
+        self.newest: dict[str, dict[str, Any]] = {}
 
     def write(self, event: str, /, **fields: Json) -> None:
         """Append one event.
@@ -59,6 +63,7 @@ class EventLog:
             raise DataError(f"an event's name is constant snake_case; found {event!r}. Put what varies into fields.")
         if reserved := RESERVED & fields.keys():
             raise DataError(f"event {event!r} has a field called {min(reserved)!r}, which is taken; rename it.")
+        self.newest[event] = {"event": event, **fields}
         self._append(event, fields)
 
     def structlog_processor(

@@ -55,6 +55,7 @@ class RolloutRow:
         ground_truth: What was expected; None where nothing was.
         reward: NaN where it has none.
         components: Parts of the reward by name.
+        extras: What the reward and the agent loop said beside it, as JSON.
         finish: Why the response ended: "stop", "length", "abort".
         timings: Seconds by part: generate_s, tools_s, reward_s; preemptions as a count.
         failure: Why its session failed; None when it did not.
@@ -76,6 +77,7 @@ class RolloutRow:
     ground_truth: str | None = None
     reward: float = math.nan
     components: Mapping[str, float] = field(default_factory=dict)
+    extras: Mapping[str, Json] = field(default_factory=dict)
     finish: str = "stop"
     timings: Mapping[str, float] = field(default_factory=dict)
     failure: str | None = None
@@ -142,6 +144,7 @@ class _Row(msgspec.Struct, frozen=True):
     ground_truth: str | None = None
     reward: float | None = None
     components: dict[str, float | None] = {}
+    extras: dict[str, Any] = {}
     finish: str = "stop"
     timings: dict[str, float | None] = {}
     failure: str | None = None

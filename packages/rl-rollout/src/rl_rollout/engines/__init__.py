@@ -1,7 +1,7 @@
 """Engines: what generates. Importing this loads no engine; take each from its own module."""
 
 from rl_rollout.engines.engine_load import EngineLoad
-from rl_rollout.engines.model_folder import end_token_ids, max_positions
+from rl_rollout.engines.model_folder import end_token_ids, max_positions, vocabulary_size
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import (
@@ -35,4 +35,5 @@ __all__ = [
     "known_engines",
     "max_positions",
     "publish_to",
+    "vocabulary_size",
 ]

@@ -96,5 +96,20 @@ def max_positions(model_dir: Path) -> int:
     return found
 
 
+def vocabulary_size(model_dir: Path) -> int:
+    """Tokens that the model knows.
+
+    Raises:
+        EngineError: config.json does not say.
+    """
+    file = model_dir / "config.json"
+    config = _read(file)
+    text = config.get("text_config", config)
+    found = text.get("vocab_size") if isinstance(text, dict) else None
+    if type(found) is not int or not 1 <= found <= MAX_SIZES["vocab_size"]:
+        raise EngineError(f"{file} has no vocab_size.")
+    return found
+
+
 def _read(file: Path) -> dict[str, Any]:
     return read_json_object(file, error=EngineError)

@@ -83,6 +83,11 @@ class PromptSet:
         digest.update(tokens.values.tobytes())
         self.fingerprint = digest.hexdigest()
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(self._tokens.lengths.max())
+
     def __len__(self) -> int:
         return len(self.uids)
 
@@ -181,5 +186,5 @@ def _fits(ids: Sequence[int], options: PromptOptions, *, where: str) -> bool:
         return False
     raise DataError(
         f"{where}, field `prompt`: {len(ids)} tokens, more than max_tokens = {limit}. "
-        'Raise the limit, shorten the prompt, or set overlong = "drop".'
+        'Raise prompts.max_tokens, shorten the prompt, or set prompts.overlong = "drop".'
     )

@@ -8,6 +8,8 @@ from rl_core.data import Json, encodable_json
 from rl_core.errors import DataError
 from rl_core.record_fields import record
 
+WITHOUT = "allow rows without it: prompts.requires_ground_truth = false"
+
 
 @record
 class Problem:
@@ -97,12 +99,14 @@ def _read_ground_truth(row: Mapping[str, Json], *, where: str, is_required: bool
         if reward_model.get("ground_truth") is not None:
             return reward_model["ground_truth"]
         if is_required:
-            raise DataError(f"{where}, field `reward_model.ground_truth`: missing. Add what the reward compares with.")
+            raise DataError(
+                f"{where}, field `reward_model.ground_truth`: missing. Add what the reward compares with, or {WITHOUT}."
+            )
     answer = row.get("answer")
     if answer is None and is_required:
         raise DataError(
             f"{where}, field `answer`: missing, and there is no `reward_model.ground_truth` either. Add one of them, "
-            "or allow rows without ground truth."
+            f"or {WITHOUT}."
         )
     return answer
 

@@ -115,6 +115,11 @@ class PromptTokenizer:
         return None if found is None else int(found)
 
     @property
+    def num_token_ids(self) -> int:
+        """One more than the largest id of a token; a model's vocabulary must have at least as many."""
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+    @property
     def special_tokens(self) -> tuple[str, ...]:
         """Texts that become control tokens when they are encoded."""
         added = self._tokenizer.added_tokens_decoder.values()

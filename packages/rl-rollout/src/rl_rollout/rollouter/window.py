@@ -18,6 +18,7 @@ class RolloutWindow:
         loads: Of the engines at its begin, since they were started.
         began: When it began, on the monotonic clock.
         events: Each with its name as "event", for a run's log.
+        groups: Those that settled, with the sessions that failed.
         trajectories: Of the groups that settled.
         took_s: Seconds of each group from its start to its last session.
         num_replayed: Groups that came from a skip cache.
@@ -31,6 +32,7 @@ class RolloutWindow:
     loads: Sequence[EngineLoad] = ()
     began: float = field(default_factory=time.monotonic)
     events: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[GroupResult] = field(default_factory=list)
     trajectories: list[Trajectory] = field(default_factory=list)
     took_s: list[float] = field(default_factory=list)
     num_replayed: int = 0
@@ -47,6 +49,7 @@ class RolloutWindow:
     def add(self, group: GroupResult, *, took_s: float, is_refused: bool, is_replayed: bool) -> None:
         """Take a group that has settled."""
         self.took_s.append(took_s)
+        self.groups.append(group)
         self.trajectories.extend(group.trajectories)
         self.num_replayed += int(is_replayed)
         self.failed_sessions += len(group.failures)

@@ -22,6 +22,7 @@ function rowJson(trajectories, row, { text, part }) {
     ground_truth: text.truth,
     reward: near(reward[row]),
     components: text.components,
+    extras: text.extras,
     finish: trajectories.name("finish", row),
     timings: text.timings,
     failure: text.failure,

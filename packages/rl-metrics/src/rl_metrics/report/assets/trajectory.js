@@ -34,6 +34,7 @@ async function showTrajectory(place, runs, number_, row, { isBeside = false, aga
     ...conversationNodes(place, trajectories.columns.version[row], own, { isBeside, differs: other && differences(own.response, other.response)[0] }),
     text.truth === null ? "" : make("p", {}, "Expected: ", make("code", {}, visible(text.truth))),
     rewardParts(text, trajectories, row, group, runs.length > 1 ? ` of ${header.name}` : ""),
+    extrasNode(text.extras),
     isBeside ? "" : groupTree(trajectories, number_, row, group),
     isBeside ? "" : sameProblem(runs, number_, row),
   );
@@ -142,6 +143,15 @@ function rewardParts(text, trajectories, row, group, ofRun) {
   const headings = ["part", ["value", "number"], "", ["group's mean", "number"]];
   const count = group.length > 1 ? 4 : 3;
   return makeTable(`Parts of the reward ${number(trajectories.columns.reward[row])}, ${sessionName(text, group)}${ofRun}`, headings.slice(0, count), rows.map((cells) => cells.slice(0, count)));
+}
+
+/** What the reward and the agent loop said beside the reward. */
+function extrasNode(extras) {
+  const facts = Object.entries(extras).map(([name, value]) => [
+    visible(name), make("code", {}, visible(typeof value === "string" ? value : JSON.stringify(value))),
+  ]);
+  if (!facts.length) return "";
+  return make("details", { class: "extras", open: true }, make("summary", {}, make("h3", {}, "Extras")), make("dl", { class: "facts" }, factNodes(facts)));
 }
 
 const MAX_SAME = 60;
