@@ -165,6 +165,9 @@ def scale(words: list[str]) -> int:
 
 
 def _status_lines(answer: dict[str, Any]) -> list[str]:
+    if "stage" in answer:
+        said = f"the run is {answer['stage']}, {answer['launch_s']:.0f} s after its launch; now:"
+        return [said, *(f"  {one}" for one in answer["running"])]
     schedule = answer["schedule"]
     lines = [
         f"step {schedule['step']} of {schedule['steps']}",
