@@ -253,9 +253,9 @@ def test_an_import_replaces_an_earlier_one_and_nothing_else(tmp_path):
 
 def test_files_without_anything_leave_no_trace(tmp_path):
     (tmp_path / "log.txt").write_text("nothing of it\n" * 3 + "step:1 - a:1\n")
-    with pytest.raises(DataError, match="no metrics or responses of verl are in"):
+    with pytest.raises(DataError, match="no metrics and no responses of verl are in"):
         import_verl([tmp_path / "log.txt"], tmp_path / "run")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(DataError, match="there is no such file or folder"):
         import_verl([tmp_path / "missing.jsonl"], tmp_path / "run")
     with pytest.raises(DataError, match="must be a folder"):
         import_verl([], tmp_path / "run", rollouts=tmp_path / "missing")
@@ -496,7 +496,7 @@ def test_a_run_that_needs_an_import_is_told_its_importer(tmp_path, capsys, monke
 def test_a_path_where_nothing_is_gets_a_sentence(tmp_path, capsys, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     assert main([*words, "--into", "run"] if words[0] == "import" else words) == 2
-    assert re.match(r"a must be (a|the) .*(no such|nothing there)", capsys.readouterr().err)
+    assert re.match(r"a\.log must be (a|the) .*(no such|nothing there)", capsys.readouterr().err)
 
 
 def test_an_import_is_not_told_of_settings_that_its_trainer_lacks(tmp_path, capsys):

@@ -21,7 +21,11 @@ def diagnose(run: RunRecord) -> Diagnosis:
     Raises:
         OSError: A file cannot be read.
     """
-    looks = (judge_hang(run), _judge_mismatch(run), judge_memory(run.history, run.events))
+    looks: tuple[Ailment | Reading, ...] = (
+        judge_hang(run),
+        _judge_mismatch(run),
+        judge_memory(run.history, run.events),
+    )
     if run.is_imported:
         looks = tuple(map(_of_import, looks))
     known = [look for look in looks if isinstance(look, Ailment)]
@@ -32,12 +36,10 @@ def diagnose(run: RunRecord) -> Diagnosis:
     return Diagnosis(run=run.name, ailments=ailments, readings=tuple(readings))
 
 
-def _of_import(look: Ailment | Reading | None) -> Ailment | Reading | None:
+def _of_import(look: Ailment | Reading) -> Ailment | Reading:
     """Without advice that only helps with runs of this project."""
     if isinstance(look, Reading):
         return replace(look, text=without_measuring(look.text))
-    if look is None:
-        return None
     evidence = (replace(one, text=without_measuring(one.text)) for one in look.evidence)
     causes = (replace(one, advice=tuple(filter(None, map(without_measuring, one.advice)))) for one in look.causes)
     return replace(look, evidence=tuple(evidence), causes=tuple(causes))

@@ -167,10 +167,9 @@ class RunWriter:
         """
         self._flush()
         if not self._num_rows + self._num_rollouts + self._num_generations:
-            given = ", ".join(map(str, files)) or "nothing, as no file and no folder was named"
-            raise DataError(
-                misplaced(files, trainer=self._trainer) or f"no metrics or responses of {self._trainer} are in {given}."
-            )
+            where = f"in {', '.join(map(str, files))}" if files else "there, as no file and no folder was named"
+            nothing = f"no metrics and no responses of {self._trainer} are {where}."
+            raise DataError(misplaced(files, trainer=self._trainer) or nothing)
         other = tuple(sorted(self._other))
         self._write_events(files, other, is_finished)
         self._close()
