@@ -72,6 +72,13 @@ def test_engines_come_and_go_while_it_runs(inputs: TinyRun, tmp_path: Path, caps
         "trainer__validate_first": False,
     }
     with async_training(run, **settings) as process:
+        process.wait_until((run.run_folder / "control.json").exists, "somebody to ask")
+        status, text = asked(capsys, "status", folder)
+        assert (status, re.match(r"the run is starting, \d+ s after its launch; now:\n  \S+ing ", text) is None) == (
+            0,
+            False,
+        )
+        assert "the run is starting (" in asked(capsys, "scale", folder, "--engines", "2")[1]
         reach(process, run, "first")
         status, text = asked(capsys, "status", folder)
         assert status == 0
@@ -82,12 +89,12 @@ def test_engines_come_and_go_while_it_runs(inputs: TinyRun, tmp_path: Path, caps
         assert found is not None, lines
         generated, ready = map(int, found.groups())
         assert generated + ready == 2 * PROMPTS_PER_STEP
-        views = re.compile(r"rollouter: serving; serves version 0; engines serving; groups \d")
+        views = re.compile(r"rollouter: \d group\(s\) under way, \d+ response\(s\) in 1 engine\(s\); waits for")
         assert any(map(views.match, lines))
-        assert any(line.startswith("learner: serving; waits for the next order from controller") for line in lines)
+        assert any(line.startswith("learner: waits for the next order from controller") for line in lines)
 
         assert asked(capsys, "scale", folder, "--engines", "2") == (0, "the run has 2 engine(s) now\n")
-        assert "engines serving, serving;" in asked(capsys, "status", folder)[1]
+        assert "response(s) in 2 engine(s)" in asked(capsys, "status", folder)[1]
         status, text = asked(capsys, "scale", folder, "--engines", "0")
         assert (status, "a run needs at least one engine; found 0" in text) == (1, True)
         release(run, "first")

@@ -358,11 +358,12 @@ def test_of_several_responses_the_first_is_shown(several: dict[str, TinyRun]):
 def test_several_responses_to_a_problem_when_a_policy_is_evaluated_alone(
     several: dict[str, TinyRun], capsys: pytest.CaptureFixture[str]
 ):
-    from rl_sync_trainer.main import main
+    from rl_async_trainer.main import main  # shares this command with rl-sync-trainer
 
     run = several["trainer"]
     capsys.readouterr()
     changes = [f"--{name.replace('__', '.')}={value}" for name, value in SEVERAL.items()]
+    changes.append("--schedule.max_staleness=2")
     assert main(["validate", str(run.settings_file), *changes]) == 0
     said = dict(line.rsplit(" ", 1) for line in capsys.readouterr().out.splitlines() if line.count(" ") == 1)
     first = validation_metrics(run)[0]

@@ -239,6 +239,7 @@ def test_ctrl_c_reaches_the_engine_process_too(
         process.signal_group(signal.SIGINT)
         assert process.wait() == 130, process.text
         assert process.leftovers() == []
+        assert "stopping: rollouts of step 3 ... " in process.text
         assert "stopped after step 2" in process.text
         assert "Traceback" not in process.text
     shown = [line.split() for line in plain_lines(process.text)]
@@ -256,6 +257,8 @@ def test_ctrl_c_while_the_engine_process_starts(
         process.signal_group(signal.SIGINT)
         assert process.wait() == 130, process.text
         assert process.leftovers() == []
+        assert "stopping: starting transformers engine ... " in process.text
+        assert "; ending engines, learner and roles. Ctrl-C again ends all at once, without saving." in process.text
         assert "stopped after step 0" in process.text
         assert "Traceback (most recent call last)" not in process.text
     resume(run, capsys)

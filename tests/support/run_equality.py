@@ -42,7 +42,11 @@ def differing_metrics(run: TinyRun, expected: TinyRun) -> list[str]:
 
 def summary(run: TinyRun) -> dict[str, float]:
     found = json.loads((run.run_folder / "summary.json").read_text())
-    return {name: value for name, value in found.items() if name not in ("wall_s", "samples_per_s", "checkpoint")}
+    return {
+        name: value
+        for name, value in found.items()
+        if name not in ("wall_s", "steps_wall_s", "samples_per_s", "checkpoint")
+    }
 
 
 def assert_equal_runs(run: TinyRun, expected: TinyRun) -> None:

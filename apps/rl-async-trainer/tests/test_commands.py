@@ -2,11 +2,13 @@
 
 import importlib.metadata
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from rl_async_trainer.main import main
+from rl_trainer_parts.run.folder import RunFolder
 
 
 def test_help_begins_with_a_short_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,13 +34,18 @@ def test_a_run_that_is_not_there_is_told_from_one_that_has_ended(
         return capsys.readouterr().err
 
     assert complaint("status", "runs/a") == (
-        f"error: no run lives in runs/a that could be asked: there is no such folder (looked in {tmp_path}).\n"
+        f"error: no run lives in runs/a that could be asked: there is no such folder (looked in {tmp_path}). "
+        "A run makes it when its settings are checked.\n"
     )
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
-    assert "it has no control.json, which rl-async-trainer keeps there while it trains." in complaint(
-        "status", "runs/a"
-    )
+    assert "it has no control.json, which rl-async-trainer keeps there while it runs." in complaint("status", "runs/a")
+    folder = RunFolder(run)
+    folder.acquire()
+    try:
+        assert f"process {os.getpid()} holds runs/a and cannot be asked" in complaint("status", "runs/a")
+    finally:
+        folder.release()
     (run / "control.json").write_text(json.dumps({"socket": str(tmp_path / "socket")}))
     assert complaint("scale", "runs/a", "--engines", "2") == (
         "error: no run lives in runs/a that could be asked: its process has ended. Go on with it by train --resume.\n"

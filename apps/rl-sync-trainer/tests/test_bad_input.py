@@ -337,8 +337,7 @@ FOLDERS = {
         says=(
             "cannot be resumed with other settings",
             "learner.learning_rate: the run has 0.1, now 0.003",
-            "These may differ: ",
-            "trainer.steps",
+            "`train --help` marks the settings that may differ on resume.",
         ),
     ),
     "resumed from settings that are not readable": Mistake(

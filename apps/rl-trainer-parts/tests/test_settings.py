@@ -75,6 +75,22 @@ def test_texts_become_values(name: str, text: str, value: object) -> None:
     assert parse_text(name, text) == value
 
 
+def test_all_mistakes_are_told_at_once(file: Path) -> None:
+    file.write_text(REQUIRED + "[trainer]\nsteps = true\n[trainr]\nsteps = 5\n[replicas]\ncount = 'many'\n")
+    environment = {"RL__RUN__SEEED": "1", "RL__RUN__SEED": "one"}
+    words = ["--rollout.group_sise=2", "trainer.steps=3", "--learner.learning_rate"]
+    with pytest.raises(SettingsError) as refused:
+        load_settings(file, words, environment)
+    beginnings = [
+        *("unknown setting 'trainr.steps'", "unknown setting 'run.seeed'", "unknown setting 'rollout.group_sise'"),
+        *("unexpected argument 'trainer.steps=3'", "--learner.learning_rate needs a value"),
+        *("trainer.steps: must be integer; found true", "run.seed: ", "replicas.count: "),
+    ]
+    lines = str(refused.value).splitlines()
+    assert [one for one in beginnings if sum(line.startswith(one) for line in lines) != 1] == []
+    assert len(lines) == len(beginnings)
+
+
 def test_values_of_every_kind_reach_the_settings(file: Path) -> None:
     words = [
         "--learner.betas=[0.8, 0.9]",
@@ -194,7 +210,11 @@ def test_help_explains_every_setting() -> None:
 @pytest.mark.parametrize(
     ("topic", "has", "lacks"),
     [
-        ("trainer", ["[trainer]  The loop.", "--trainer.steps=integer  (default 100)"], ["--run.", "usage"]),
+        (
+            "trainer",
+            ["[trainer]  The loop.", "--trainer.steps=integer  (default 100; may differ on resume)"],
+            ["--run.", "usage"],
+        ),
         ("learner.learning_rate", ["--learner.learning_rate=number", "Peak learning rate."], ["critic", "warmup"]),
         ("steps", ["--trainer.steps", "--skip.steps"], ["warmup_steps"]),
         ("teachers", ["--distillation.teachers.NAME.model=path  (required)"], ["top_k="]),

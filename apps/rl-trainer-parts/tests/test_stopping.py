@@ -58,6 +58,18 @@ def test_a_signal_cancels_the_work_and_waits_for_its_end(number: int, status: in
     assert stop.exit_status == status
 
 
+def test_the_first_signal_is_told_at_once_also_while_the_loop_is_busy() -> None:
+    told = []
+
+    async def main() -> None:
+        with StopSignal(lambda: told.append("first")):
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGHUP)
+                assert told == ["first"]
+
+    asyncio.run(main())
+
+
 def test_work_without_a_signal_gives_its_result_or_error() -> None:
     async def four() -> int:
         await asyncio.sleep(0)

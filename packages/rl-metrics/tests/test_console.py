@@ -80,6 +80,14 @@ def test_a_phase_is_announced_at_once_and_timed(plain):
     assert plain.lines == ["starting vLLM ...", "starting vLLM: 7.8 s"]
 
 
+def test_what_runs_is_told_to_who_asks(plain):
+    assert plain.tracker.running() == []
+    with plain.tracker.phase("a", detail=lambda: "3 left"), plain.tracker.phase("a"):
+        plain.clock.now += 2.0
+        assert plain.tracker.running() == ["a ... 2 s, 3 left", "a ... 2 s"]
+    assert plain.tracker.running() == []
+
+
 def test_a_phase_that_fails_says_so(plain):
     def start():
         with plain.tracker.phase("starting vLLM"):
@@ -163,8 +171,9 @@ def test_plain_text_has_no_control_codes_and_no_wrapping(plain):
 
 
 def test_the_summary_in_plain_lines(plain):
-    plain.tracker.summary("run finished", {"steps": 20, "wall_s": 123.456789, "folder": "runs/a [1]"})
-    assert plain.lines == ["run finished", "  steps   20", "  wall_s  123.5", "  folder  runs/a [1]"]
+    rows = {"steps": 20, "wall_s": 123.456789, "folder": "runs/a [1]"}
+    plain.tracker.summary("run finished", rows, notes={"wall_s": "(in all)", "steps_s": "(of those)"})
+    assert plain.lines == ["run finished", "  steps   20", "  wall_s  123.5  (in all)", "  folder  runs/a [1]"]
 
 
 def test_steps_without_a_beginning_are_shown(plain):

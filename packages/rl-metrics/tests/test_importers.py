@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -252,9 +253,9 @@ def test_an_import_replaces_an_earlier_one_and_nothing_else(tmp_path):
 
 def test_files_without_anything_leave_no_trace(tmp_path):
     (tmp_path / "log.txt").write_text("nothing of it\n" * 3 + "step:1 - a:1\n")
-    with pytest.raises(DataError, match="nothing was found"):
+    with pytest.raises(DataError, match="no metrics and no responses of verl are in"):
         import_verl([tmp_path / "log.txt"], tmp_path / "run")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(DataError, match="there is no such file or folder"):
         import_verl([tmp_path / "missing.jsonl"], tmp_path / "run")
     with pytest.raises(DataError, match="must be a folder"):
         import_verl([], tmp_path / "run", rollouts=tmp_path / "missing")
@@ -441,16 +442,71 @@ def test_a_step_of_verl_is_never_without_all_its_time():
 @pytest.mark.parametrize(
     ("wrong", "path", "said"),
     [
-        ("trl", VERL / "console.txt", f"looks like a log of verl; use: rl-metrics import verl {VERL}/console.txt"),
-        ("trl", VERL / "attempt-1.jsonl", f"looks like a log of verl; use: rl-metrics import verl {VERL}/attempt"),
-        ("verl", TRL / "checkpoint-4" / "trainer_state.json", "looks like a state of TRL's trainers; use: rl-metrics"),
-        ("verl", TRL, f"looks like a state of TRL's trainers; use: rl-metrics import trl {TRL} --into RUN"),
+        (
+            "trl",
+            VERL / "console.txt",
+            "is a log of verl, not a state of TRL's trainers. Import it with: rl-metrics import verl",
+        ),
+        ("trl", VERL / "attempt-1.jsonl", f"Import it with: rl-metrics import verl {VERL}/attempt-1.jsonl --into RUN"),
+        (
+            "verl",
+            TRL / "checkpoint-4" / "trainer_state.json",
+            "is a state of TRL's trainers, not a log of verl. Import it",
+        ),
+        ("verl", TRL, f"Import it with: rl-metrics import trl {TRL} --into RUN"),
     ],
 )
 def test_the_wrong_importer_names_the_right_one(tmp_path, capsys, wrong, path, said):
     assert main(["import", wrong, str(path), "--into", str(tmp_path / "run")]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("check",),
+        ("doctor",),
+        ("report",),
+        ("serve",),
+        ("compare", str(VERL)),
+        ("plot", "--metric=*", "--output=a.svg"),
+    ],
+)
+def test_a_run_that_needs_an_import_is_told_its_importer(tmp_path, capsys, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    verb, *rest = words
+    for path, trainer in ((VERL / "console.txt", "verl"), (VERL / "attempt-1.jsonl", "verl"), (TRL, "trl")):
+        assert main([verb, str(path), *rest]) == 2
+        said = capsys.readouterr().err.replace("\n", " ")
+        assert "not a run of this project." in said
+        assert f"Import it with: rl-metrics import {trainer} {path} --into RUN" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("import", "verl", "a.log"),
+        ("import", "trl", "a.log"),
+        ("import", "verl", "--rollouts", "a.log"),
+        ("check", "a.log"),
+    ],
+)
+def test_a_path_where_nothing_is_gets_a_sentence(tmp_path, capsys, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "--into", "run"] if words[0] == "import" else words) == 2
+    assert re.match(r"a\.log must be (a|the) .*(no such|nothing there)", capsys.readouterr().err)
+
+
+def test_an_import_is_not_told_of_settings_that_its_trainer_lacks(tmp_path, capsys):
+    assert main(["import", "verl", str(VERL / "console.txt"), "--into", str(tmp_path / "run")]) == 0
+    run = tmp_path / "run"
+    main(["doctor", str(run)])
+    assert "metrics.log_rollouts" not in capsys.readouterr().out
+    (run / "events.jsonl").unlink()
+    main(["doctor", str(run)])
+    assert "metrics.log_rollouts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wrong", ["trl", "verl"])
@@ -460,10 +516,11 @@ def test_a_run_of_this_project_needs_no_import(tmp_path, capsys, wrong, path):
     own.mkdir()
     (own / "metrics.jsonl").write_text('{"step":1,"time":2.0,"actor/entropy":0.5}\n')
     assert main(["import", wrong, str(own / path), "--into", str(tmp_path / "run")]) == 2
-    assert f"needs no import; use: rl-metrics check {own / path}" in capsys.readouterr().err
+    assert f"needs no import. Use: rl-metrics check {own / path}" in capsys.readouterr().err
 
 
 def test_what_nobody_wrote_gets_no_advice(tmp_path, capsys):
     (tmp_path / "log.txt").write_text("epoch 1, loss 0.5\n")
     assert main(["import", "trl", str(tmp_path / "log.txt"), "--into", str(tmp_path / "run")]) == 2
-    assert "use:" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.endswith("log.txt must be a trainer_state.json of TRL's trainers; it has no log_history, or is torn.\n")

@@ -1,4 +1,4 @@
-"""The command line: train, status, scale, simulate, export."""
+"""The command line: train, validate, status, scale, simulate, export."""
 
 import argparse
 import os
@@ -30,6 +30,8 @@ USAGE = """usage: rl-async-trainer COMMAND ...
       --replay trains the groups of a recorded run in the same steps, from its skip cache where there is one.
   train --help [SECTION]
       Explain every setting, or those of one section.
+  validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]
+      Evaluate a Hugging Face folder or a checkpoint on the validation and test problems.
   status RUN
       What a live run does: its roles, groups in flight and ready, versions.
   scale RUN --engines N
@@ -165,6 +167,9 @@ def scale(words: list[str]) -> int:
 
 
 def _status_lines(answer: dict[str, Any]) -> list[str]:
+    if "stage" in answer:
+        said = f"the run is {answer['stage']}, {answer['launch_s']:.0f} s after its launch; now:"
+        return [said, *(f"  {one}" for one in answer["running"])]
     schedule = answer["schedule"]
     lines = [
         f"step {schedule['step']} of {schedule['steps']}",

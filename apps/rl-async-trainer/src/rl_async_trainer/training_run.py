@@ -13,6 +13,7 @@ from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.controller.validator import Validator
 from rl_async_trainer.liveness.control_socket import ControlSocket
 from rl_async_trainer.liveness.hang_evidence import HangEvidence, controller_waits
+from rl_async_trainer.liveness.live_answers import answer_meanwhile
 from rl_async_trainer.liveness.watchdog import Watchdog
 from rl_async_trainer.schedule.record import ScheduleRecord, read_history
 from rl_async_trainer.schedule.replay import issue_replayed, read_plan
@@ -84,11 +85,13 @@ class TrainingRun:
 
     async def _train(self, stack: AsyncExitStack, stop: StopSignal) -> None:
         settings, console = self._settings, self._console
+        await stack.enter_async_context(ControlSocket(self._folder.path, self._answer))
         checkpoint = self._lifecycle.find_checkpoint()
         if checkpoint is not None:
             self._state = read_run_state(checkpoint, AsyncState)
             self._lifecycle.resumes(checkpoint, self._state)
-        queue = open_queue(settings, self._folder.path)
+        with console.phase("opening the queue", is_brief=True):
+            queue = open_queue(settings, self._folder.path)
         stack.callback(queue.close)
         parts = await self._controls(stack, stop, queue)
         if parts.scheduler.is_done and self._state.validated >= self._state.step:
@@ -105,7 +108,6 @@ class TrainingRun:
         console.say(f"engine: {engine}")
         console.say(f"learner: {num_parameters:,} parameters{ranks}")
         self._lifecycle.begins(self._state)
-        await stack.enter_async_context(ControlSocket(self._folder.path, controller.answer))
         await stack.enter_async_context(self._watchdog)
         try:
             await self._run_unless_hung(controller)
@@ -113,6 +115,12 @@ class TrainingRun:
             with console.phase(f"stopping: writing a checkpoint of step {controller.state.step}"):
                 await controller.save_stopped()
             raise
+
+    async def _answer(self, request: Mapping[str, Any]) -> Any:
+        """Answer who asks the run; while it starts or ends, only how far it is."""
+        if self._controller is not None and not self._lifecycle.is_ending:
+            return await self._controller.answer(request)
+        return answer_meanwhile(request, self._lifecycle)
 
     async def _run_unless_hung(self, controller: Controller) -> None:
         running = asyncio.create_task(controller.run())

@@ -1,20 +1,16 @@
 """The command line: train, validate, export."""
 
-import asyncio
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_trainer_parts.commands.command_line import (
     Program,
     export,
-    say,
     take_file,
     take_flag,
-    take_option,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +34,7 @@ USAGE = """usage: rl-sync-trainer COMMAND ...
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and give its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"train": train, "validate": validate, "export": export}
+    commands = {"train": train, "export": export}
     return Program(name="rl-sync-trainer", usage=USAGE, commands=commands, settings=_settings_class).run(words)
 
 
@@ -73,33 +69,6 @@ def train(words: list[str]) -> int:
         return train_checked(
             settings, console=console, resume=resume, dry_run=dry_run, describe=describe_plan, launch=launch
         )
-
-
-def validate(words: list[str]) -> int:
-    """`validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]`."""
-    policy = take_option(words, "--policy")
-    file = take_file(words, "rl-sync-trainer validate")
-    from rl_trainer_parts.run.policies import find_policy
-    from rl_trainer_parts.settings.sources import load_settings
-
-    if policy is not None:
-        words.append(f"--policy.path={find_policy(Path(policy))}")
-    settings = load_settings(file, words, os.environ)
-    say(f"rl-sync-trainer: evaluating {settings.policy.path}")
-    from rl_trainer_parts.checks.all_checks import check_settings
-    from rl_trainer_parts.checks.engines import check_engines, check_loop
-    from rl_trainer_parts.rollouts.evaluation import validate_policy
-    from rl_trainer_parts.rollouts.inputs import read_inputs
-
-    check_settings(settings)
-    inputs = read_inputs(settings)
-    if inputs.advice is not None:
-        say(f"note: {inputs.advice}")
-    check_loop(settings, inputs.tokenizer)
-    check_engines(settings)
-    for name, value in asyncio.run(validate_policy(settings, inputs)).items():
-        say(f"{name} {value:.4f}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -34,8 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Run = arguments.run
     try:
         return run(arguments)
-    except (RLError, OSError) as error:
+    except RLError as error:
         return refuse(str(error))
+    except OSError as error:
+        why = error.strerror or str(error)
+        return refuse(why if error.filename is None else f"{error.filename} cannot be read or written: {why}.")
 
 
 def _parser() -> argparse.ArgumentParser:

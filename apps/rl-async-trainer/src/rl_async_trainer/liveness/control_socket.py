@@ -82,10 +82,18 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
     file = folder / FILE
     nobody = f"no run lives in {folder} that could be asked:"
     if not folder.is_dir():
-        raise NotReadyError(f"{nobody} there is no such folder (looked in {Path.cwd()}).")
-    if not file.exists():
         raise NotReadyError(
-            f"{nobody} it has no {FILE}, which rl-async-trainer keeps there while it trains. See how a run ended with "
+            f"{nobody} there is no such folder (looked in {Path.cwd()}). A run makes it when its settings are checked."
+        )
+    if not file.exists():
+        holder = _holder(folder)
+        if holder is not None:
+            raise NotReadyError(
+                f"process {holder} holds {folder} and cannot be asked: it loads its libraries, which takes seconds, or "
+                "has nearly ended; ask again. Runs of rl-sync-trainer are never asked."
+            )
+        raise NotReadyError(
+            f"{nobody} it has no {FILE}, which rl-async-trainer keeps there while it runs. See how a run ended with "
             "rl-metrics doctor, and go on with it by train --resume."
         )
     try:
@@ -109,6 +117,16 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
             str(answer["error"]) if isinstance(answer, dict) and "error" in answer else f"{file} answered none."
         )
     return answer["answer"]
+
+
+def _holder(folder: Path) -> str | None:
+    """The process that has the folder's lock, as the kernel says; None where nobody has it."""
+    try:
+        place = f":{(folder / '.lock').stat().st_ino}"
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    except OSError:
+        return None
+    return next((one[4] for one in locks if one[1] == "FLOCK" and one[5].endswith(place)), None)
 
 
 def _refuse_other_users(connection: Any) -> None:

@@ -11,6 +11,7 @@ from rl_core.cluster import count_room, describe_shares, machine_shares
 from rl_core.errors import NotReadyError
 from rl_trainer_parts.learning.start_learners import rank_pool
 from rl_trainer_parts.rollouts.engines import gpus_per_replica
+from rl_trainer_parts.run.lifecycle import RunLifecycle
 
 
 async def answer_request(
@@ -40,6 +41,22 @@ async def answer_request(
     raise NotReadyError(f'a run is asked {{"do": "status"}} or {{"do": "scale", "engines": N}}; found {request!r}.')
 
 
+def answer_meanwhile(request: Mapping[str, Any], lifecycle: RunLifecycle) -> dict[str, Any]:
+    """Answer a request to a run that does not train yet, or any more.
+
+    Args:
+        request: Of its control socket.
+        lifecycle: Of the launch.
+
+    Raises:
+        NotReadyError: The request is not for its status.
+    """
+    stage, running = "ending" if lifecycle.is_ending else "starting", lifecycle.console.running()
+    if request.get("do") != "status":
+        raise NotReadyError(f"the run is {stage} ({'; '.join(running)}); ask again while it trains.")
+    return {"stage": stage, "launch_s": lifecycle.launch_s, "running": running}
+
+
 async def _status(parts: ControllerParts) -> dict[str, Any]:
     scheduler = parts.scheduler
     blockage = scheduler.blockage()
@@ -55,7 +72,10 @@ async def _status(parts: ControllerParts) -> dict[str, Any]:
             "waiting": scheduler.num_waiting,
             "blocked_by": [] if blockage is None else list(blockage.awaited),
         },
-        "roles": {name: f"{role.state}; {views[name] or 'does not answer'}" for name, role in parts.roles.all.items()},
+        "roles": {
+            name: ("" if role.state == "serving" else f"{role.state}; ") + str(views[name] or "does not answer")
+            for name, role in parts.roles.all.items()
+        },
     }
 
 

@@ -37,7 +37,7 @@ class Program:
     Attributes:
         name: Of the program, and of the distribution that has it.
         usage: All commands, each with its arguments and what it does.
-        commands: By name; each may change the list that it gets.
+        commands: Beside `validate`, by name; each may change the list that it gets.
         settings: Gives the class of its settings, which takes a second to import.
     """
 
@@ -55,9 +55,27 @@ class Program:
             say(describe_version(self.name))
             return 0
         asked = [index for index, word in enumerate(words) if word in HELP]
-        if asked and words[0] in WITH_SETTINGS and words[0] in self.commands:
+        if asked and words[0] in WITH_SETTINGS:
             return run_command(("help", *words[asked[0] + 1 :]), {"help": self._explain})
-        return run_command(words, self.commands)
+        first = {"train": self.commands["train"], "validate": self._validate}
+        return run_command(words, {**first, **self.commands})
+
+    def _validate(self, words: list[str]) -> int:
+        """`validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]`."""
+        policy = take_option(words, "--policy")
+        file = take_file(words, f"{self.name} validate")
+        from rl_trainer_parts.run.policies import find_policy
+        from rl_trainer_parts.settings.sources import load_settings
+
+        if policy is not None:
+            words.append(f"--policy.path={find_policy(Path(policy))}")
+        settings = load_settings(file, words, os.environ, kind=self.settings())
+        say(f"{self.name}: evaluating {settings.policy.path}")
+        from rl_trainer_parts.commands.validate import validate
+
+        for name, value in validate(settings, say).items():
+            say(f"{name} {value:.4f}")
+        return 0
 
     def _explain(self, words: list[str]) -> int:
         """What is asked about settings: all of them, a section, or one."""

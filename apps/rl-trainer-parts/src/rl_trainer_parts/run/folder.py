@@ -17,42 +17,10 @@ from rl_core.files import open_lock_file, read_toml, write_durably
 from rl_core.secret_settings import redact
 from rl_distill.checkpoints import CheckpointStore
 from rl_trainer_parts.run.folder_access import WITHHELD, make_run_folder
-from rl_trainer_parts.settings.fields import ENTRY, find_setting, leaves
+from rl_trainer_parts.settings.fields import ENTRY, changeable_on_resume, find_setting, leaves
 from rl_trainer_parts.settings.schema import ReadableBy, Settings
 
 Chosen = TypeVar("Chosen", bound=Settings)
-
-CHANGEABLE_BY_SECTION = {
-    "run": ("if_exists", "readable_by"),
-    "trainer": (
-        *("steps", "validate_every", "validate_first", "checkpoint_every", "keep_checkpoints"),
-        *("background_checkpoints", "proof_tolerance"),
-    ),
-    "prompts": ("validation_limit", "validation_samples", "validation_temperature"),
-    "reward": ("timeout_s", "max_concurrency", "max_calls_per_s", "retries", "backoff_s", "retry_on"),
-    "rollout": ("audit_share", "placement", "sleep", "deadline_s", "start_deadline_s"),
-    "skip": (
-        *("enabled", "directory", "steps", "action", "on_mismatch", "on_broken", "rewards", "max_bytes", "compress"),
-        "validation",
-    ),
-    "weights": ("transport", "host", "bucket_mib", "deadline_s"),
-    "replicas": ("count", "cpus", "gpus", "restarts"),
-    "engine": ("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib", "gpu_memory_utilization", "num_threads"),
-    "learner": ("num_threads",),
-    "metrics": (
-        *("console", "strict", "log_val_generations", "log_rollouts", "log_rollout_tokens", "probes", "peak_tflops"),
-        *("details_every", "report", "report_every", "trace_memory", "trackers"),
-        *("wandb_project", "mlflow_uri", "mlflow_experiment"),
-    ),
-    "health": ("enabled", "every", "pause_on", "thresholds", "off"),
-    "distillation": ("cache", "deadline_s", "start_deadline_s"),
-    f"distillation.teachers.{ENTRY}": (
-        *("replicas", "resources.cpus", "resources.gpus", "placement", "max_model_len", "tensor"),
-        *("max_batch_tokens", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "sleep", "restarts"),
-    ),
-}
-CHANGEABLE_ON_RESUME = tuple(f"{section}.{name}" for section, names in CHANGEABLE_BY_SECTION.items() for name in names)
-"""Settings that may differ when a run is resumed: they do not change what it learns from."""
 
 
 class RunFolder:
@@ -153,7 +121,7 @@ class RunFolder:
             raise SettingsError(f"{file}, with which the run was begun, is not readable: {error}.") from None
         plain = redact(plain_settings(settings), keep_references=False)
         now = _flat(_without_none(plain), type(settings))
-        changeable = (*CHANGEABLE_ON_RESUME, *type(settings).also_changeable_on_resume)
+        changeable = changeable_on_resume(type(settings))
         differing = [
             f"  {name}: the run has {before.get(name, 'none')!r}, now {now.get(name, 'none')!r}"
             for name in sorted(before.keys() | now.keys())
@@ -163,7 +131,7 @@ class RunFolder:
             lines = "\n".join(differing)
             raise SettingsError(
                 f"run {self.path} cannot be resumed with other settings:\n{lines}\nSet them back, or start a new run "
-                f"with --run.name=NAME. These may differ: {', '.join(changeable)}."
+                "with --run.name=NAME. `train --help` marks the settings that may differ on resume."
             )
 
     def drop_if_nothing_was_saved(self) -> Path | None:

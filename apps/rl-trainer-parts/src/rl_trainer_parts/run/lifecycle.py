@@ -1,5 +1,6 @@
 """What every launch of a run does, whichever trainer makes it: find where to go on, and tell how it ended."""
 
+import _thread
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
@@ -32,6 +33,7 @@ class RunLifecycle:
         trackers: Take the metrics.
         store: Has the run's checkpoints.
         ending: How trackers call its end.
+        is_ending: True once it trains no more.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class RunLifecycle:
         self._started = time.perf_counter()
         self._earlier_wall_s = 0.0
         self.ending: Ending = "failed"  # what ends otherwise says so
+        self.is_ending = False
+        self._has_begun = False
         self.events = EventLog(folder.path / "events.jsonl")
         self.trackers = make_trackers(settings, folder.path, console, ending=lambda: self.ending)
         self.store = CheckpointStore(folder.checkpoints, keep=settings.trainer.keep_checkpoints, on_saved=on_saved)
@@ -79,26 +83,37 @@ class RunLifecycle:
             stack.callback(self.events.close)
             stack.enter_context(self.events.copying_warnings())
             stack.callback(self.trackers.close)
-            stop = stack.enter_context(StopSignal())
+            stop = stack.enter_context(StopSignal(self._say_stopping))
             watch_health(
                 self._settings, self._folder, self.trackers, console=self.console, events=self.events, stop=stop
             )
             self.events.write("run_started", settings=str(self._folder.path / "settings.toml"))
+            parts = await stack.enter_async_context(AsyncExitStack())
             try:
-                await train(stack, stop)
+                await train(parts, stop)
             except StopRequestedError:
-                return self._stopped(state(), stop)
+                status = self._stopped(state(), stop)
             except BaseException as error:
                 with suppress(Exception):  # what it says of the disk or a rank is not why the run failed
                     self.store.close()
                 self.events.write("run_failed", error=f"{type(error).__name__}: {error}", step=state().step)
                 raise
-            return self._finished(state())
+            else:
+                status = self._finished(state())
+            self.is_ending = True
+            with self.console.phase("ending engines, learner and roles", is_brief=True):
+                await parts.aclose()
+            return status
 
     @property
     def wall_s(self) -> float:
         """Seconds spent so far, over all launches."""
-        return self._earlier_wall_s + time.perf_counter() - self._started
+        return self._earlier_wall_s + self.launch_s
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds since this launch began."""
+        return time.perf_counter() - self._started
 
     def say(self, event: str, /, **fields: Any) -> None:
         """Write an event; users are told of sessions that failed."""
@@ -123,8 +138,17 @@ class RunLifecycle:
 
     def begins(self, state: RunState) -> None:
         """Say what is trained, and from which step on."""
+        self._has_begun = True
         title = self._settings.algorithm.advantage.upper() if learns_from_rewards(self._settings) else "Distillation"
         self.console.begin(title, total_steps=self._settings.trainer.steps, done_steps=state.step)
+
+    def _say_stopping(self) -> None:
+        """Say at once, amid whatever the main thread does, what is waited for, and what comes then."""
+        saved = ("saving a checkpoint of the last finished step",) if self._has_begun else ()
+        parts = "; ".join((*self.console.running(), *saved, "ending engines, learner and roles"))
+        said = f"stopping: {parts}. Ctrl-C again ends all at once, without saving."
+        # threading.Thread takes a lock that the main thread may hold, and so does the console
+        _thread.start_new_thread(self.console.say, (said,), {"style": "bold yellow"})
 
     def _stopped(self, state: RunState, stop: StopSignal) -> int:
         """The user stopped it, or it paused itself."""
@@ -153,7 +177,9 @@ class RunLifecycle:
             if value is not None and name != "status"
         }
         self.console.summary(
-            "run finished", {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file, **self._report()}
+            "run finished",
+            {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file, **self._report()},
+            notes={"steps_wall_s": "(in steps; samples_per_s is num_samples over these)"},
         )
         return 0
 
@@ -163,6 +189,7 @@ class RunLifecycle:
             "status": status,
             "steps": state.step,
             "wall_s": round(self.wall_s, 2),
+            "steps_wall_s": round(state.steps_wall_s, 2),
             "samples_per_s": round(state.num_samples / state.steps_wall_s, 2) if state.steps_wall_s else 0.0,
             "validation_accuracy_first": state.results.get("validation_accuracy_first"),
             "validation_accuracy_last": state.results.get("validation_accuracy_last"),

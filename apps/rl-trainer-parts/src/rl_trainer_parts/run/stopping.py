@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -27,8 +27,13 @@ class StopRequestedError(Exception):
 class StopSignal:
     """Remembers the first signal, or why the run shall pause, and wakes whoever waits for it."""
 
-    def __init__(self) -> None:
-        """Nothing was asked yet."""
+    def __init__(self, on_signal: Callable[[], object] = lambda: None) -> None:
+        """Nothing was asked yet.
+
+        Args:
+            on_signal: Called at the first signal by its handler, wherever the main thread is then.
+        """
+        self._on_signal = on_signal
         self.number: int | None = None
         self.pause_reason: str | None = None
         self._event = asyncio.Event()
@@ -69,6 +74,7 @@ class StopSignal:
         del frame
         if self.number is None:
             self.number = number
+            self._on_signal()
         elif number != signal.SIGHUP:  # a terminal that closes may send it twice
             os._exit(128 + number)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import SettingsError
+from rl_trainer_parts.settings.changeable import CHANGEABLE_BY_SECTION
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.suggestions import suggest
 
@@ -98,6 +99,12 @@ def find_setting(name: str, kind: type[Settings] = Settings) -> SettingField | N
     return table.entry_fields(entry).get(name)
 
 
+def changeable_on_resume(kind: type[Settings]) -> frozenset[str]:
+    """Names of the settings that may differ when a run is resumed."""
+    names = (f"{section}.{name}" for section, names in CHANGEABLE_BY_SECTION.items() for name in names)
+    return frozenset((*names, *kind.also_changeable_on_resume))
+
+
 def fields_of(kind: Any, prefix: str) -> Iterator[SettingField]:
     """Settings of a dataclass, and of those within it that are one themselves."""
     meanings = attribute_meanings(kind)
@@ -177,7 +184,7 @@ def help_text(usage: str, kind: type[Settings] = Settings, *, topic: str = "") -
             raise SettingsError(
                 f"{topic!r} is no section and no setting.{hint} Sections: {', '.join(kind.model_fields)}."
             )
-        return "\n".join(line for one in endings for line in _entry_lines(one))
+        return "\n".join(line for one in endings for line in _entry_lines(one, kind))
     sections = textwrap.fill(
         f"Sections, each explained alone by `train --help SECTION`: {', '.join(kind.model_fields)}."
     )
@@ -192,18 +199,20 @@ def _section_lines(section: str, kind: type[Settings]) -> Iterator[str]:
     yield f"[{section}]  {meaning.partition(chr(10))[0]}"
     for setting in setting_fields(kind).values():
         if setting.name.startswith(f"{section}."):
-            yield from _entry_lines(setting)
+            yield from _entry_lines(setting, kind)
 
 
-def _entry_lines(setting: SettingField) -> Iterator[str]:
+def _entry_lines(setting: SettingField, kind: type[Settings]) -> Iterator[str]:
+    changeable = changeable_on_resume(kind)
     for one in (setting, *setting.entry_fields().values()):
-        yield from _explained(one)
+        yield from _explained(one, may_differ=one.name in changeable)
 
 
-def _explained(setting: SettingField) -> list[str]:
+def _explained(setting: SettingField, *, may_differ: bool) -> list[str]:
     width = min(shutil.get_terminal_size().columns, 110)
     is_required = setting.default is dataclasses.MISSING
     default = "required" if is_required else f"default {_written(setting.default)}"
+    default += "; may differ on resume" if may_differ else ""
     words = textwrap.wrap(setting.meaning, width - 8, initial_indent=INDENT, subsequent_indent=INDENT)
     return [f"  --{setting.name}={describe_type(setting.annotation)}  ({default})", *words]
 

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,21 @@ def load_settings(
     Raises:
         SettingsError: A name is unknown or a value is wrong; all of them are listed.
     """
+    wrong: list[str] = []
     merged: dict[str, dict[str, Any]] = {}
     origins: dict[str, str] = {}
     for origin, values in (
-        (str(file), _from_file(file, kind)),
-        ("environment", _from_environment(environment, kind)),
-        ("command line", _from_arguments(arguments, kind)),
+        (str(file), _from_file(file, kind, wrong)),
+        ("environment", _from_environment(environment, kind, wrong)),
+        ("command line", _from_arguments(arguments, kind, wrong)),
     ):
         for name, value in values.items():
             if encodable_json([name, value], keep_infinite=True) != [name, value]:
-                raise SettingsError(f"{name}: must be text in UTF-8; found {value!r} ({origin}).")
-            _check_name(name, origin, kind)
-            _put(merged, name.split("."), value)
-            origins[name] = origin
-    return build_settings(merged, origins, kind=kind)
+                wrong.append(f"{name}: must be text in UTF-8; found {value!r} ({origin}).")
+            elif _is_known(name, origin, kind, wrong):
+                _put(merged, name.split("."), value)
+                origins[name] = origin
+    return build_settings(merged, origins, kind=kind, also=wrong)
 
 
 def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
@@ -64,32 +65,44 @@ def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def build_settings(
-    values: Mapping[str, Any], origins: Mapping[str, str] | None = None, *, kind: type[Settings] = Settings
+    values: Mapping[str, Any],
+    origins: Mapping[str, str] | None = None,
+    *,
+    kind: type[Settings] = Settings,
+    also: Sequence[str] = (),
 ) -> Settings:
     """Validate nested values.
+
+    Args:
+        values: By section and name.
+        origins: Where they come from, by whole name.
+        kind: Settings of which trainer.
+        also: What else is wrong, in words.
 
     Raises:
         SettingsError: Something is missing or has the wrong type; all of it is listed.
     """
-    _refuse_redacted(values, origins or {})
-    _refuse_booleans_for_numbers(values, origins or {}, kind)
+    origins = origins or {}
+    wrong = [*also, *_redacted(values, origins), *_booleans_for_numbers(values, origins, kind)]
     try:
-        return kind(**values)
+        settings = kind(**values)
     except ValidationError as error:
-        lines = [_explain(problem, origins or {}, kind) for problem in error.errors()]
-        raise SettingsError("\n".join(lines)) from None
+        wrong += [_explain(problem, origins, kind) for problem in error.errors()]
+    if wrong:
+        raise SettingsError("\n".join(wrong))
+    return settings
 
 
-def _refuse_redacted(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+def _redacted(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
     """A run's own settings.toml has no literal secrets; whoever starts from it gives them again."""
     for name in redacted_names(values):
-        raise SettingsError(
+        yield (
             f"{name}: the secret is redacted in this file{_origin(name.partition('[')[0], origins)}. Take the settings "
             'that the run was started with, or put a reference to an environment variable there, such as "$NAME".'
         )
 
 
-def _refuse_booleans_for_numbers(values: Mapping[str, Any], origins: Mapping[str, str], kind: type[Settings]) -> None:
+def _booleans_for_numbers(values: Mapping[str, Any], origins: Mapping[str, str], kind: type[Settings]) -> Iterator[str]:
     """Python counts true as 1, and pydantic with it; who wrote it meant something else."""
     for name, found in leaves(values):
         setting = find_setting(name, kind)
@@ -97,7 +110,7 @@ def _refuse_booleans_for_numbers(values: Mapping[str, Any], origins: Mapping[str
         if setting is not None and isinstance(found, bool) and kinds & {int, float} and bool not in kinds:
             expected = describe_type(setting.annotation)
             where = _origin(name, origins)
-            raise SettingsError(f"{name}: must be {expected}; found {str(found).lower()}{where}. {setting.meaning}")
+            yield f"{name}: must be {expected}; found {str(found).lower()}{where}. {setting.meaning}"
 
 
 def _origin(name: str, origins: Mapping[str, str]) -> str:
@@ -161,7 +174,7 @@ def _explain_entry(
     return f"{name}: {problem['msg'].lower()}; found {problem['input']!r}{where}. {setting.meaning}"
 
 
-def _from_file(file: Path | None, kind: type[Settings]) -> dict[str, Any]:
+def _from_file(file: Path | None, kind: type[Settings], wrong: list[str]) -> dict[str, Any]:
     if file is None:
         return {}
     if not os.path.lexists(file):
@@ -177,37 +190,40 @@ def _from_file(file: Path | None, kind: type[Settings]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for section, values in document.items():
         if not isinstance(values, dict):
-            _check_name(section, str(file), kind)
+            _is_known(section, str(file), kind, wrong)
         else:
             flat.update({f"{section}.{key}": value for key, value in values.items()})
     return flat
 
 
-def _from_environment(environment: Mapping[str, str], kind: type[Settings]) -> dict[str, Any]:
+def _from_environment(environment: Mapping[str, str], kind: type[Settings], wrong: list[str]) -> dict[str, Any]:
     found = {}
     for variable, text in sorted(environment.items()):
         if variable.startswith(ENVIRONMENT_PREFIX):
             name = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-            _check_name(name, f"environment variable {variable}", kind)
-            found[name] = parse_text(name, text, kind)
+            if _is_known(name, f"environment variable {variable}", kind, wrong):
+                found[name] = parse_text(name, text, kind)
     return found
 
 
-def _from_arguments(arguments: Sequence[str], kind: type[Settings]) -> dict[str, Any]:
+def _from_arguments(arguments: Sequence[str], kind: type[Settings], wrong: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
             hint = f"write --{argument}" if "=" in argument else "settings are written --section.name=value"
-            raise SettingsError(f"unexpected argument {argument!r}; {hint}.")
+            wrong.append(f"unexpected argument {argument!r}; {hint}.")
+            continue
         name, equals, text = argument[2:].partition("=")
-        _check_name(name, "command line", kind)
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise SettingsError(f"--{name} needs a value: --{name}=VALUE.")
+        is_known = _is_known(name, "command line", kind, wrong)
+        has_value = bool(equals) or (bool(rest) and not rest[0].startswith("--"))
+        if has_value and not equals:
             text = rest.pop(0)
-        found[name] = parse_text(name, text, kind)
+        if is_known and has_value:
+            found[name] = parse_text(name, text, kind)
+        elif is_known:
+            wrong.append(f"--{name} needs a value: --{name}=VALUE.")
     return found
 
 
@@ -233,8 +249,10 @@ def _entry_of(name: str, kind: type[Settings]) -> dict[str, SettingField]:
     return {} if table is None else table.entry_fields(entry)
 
 
-def _check_name(name: str, origin: str, kind: type[Settings]) -> None:
+def _is_known(name: str, origin: str, kind: type[Settings], wrong: list[str]) -> bool:
+    """Whether there is such a setting; where there is none, `wrong` is told."""
     if find_setting(name, kind) is not None:
-        return
+        return True
     known = {**setting_fields(kind), **_entry_of(name, kind)}
-    raise SettingsError(f"unknown setting {name!r} ({origin}).{suggest(name, known)} `train --help` lists all of them.")
+    wrong.append(f"unknown setting {name!r} ({origin}).{suggest(name, known)} `train --help` lists all of them.")
+    return False

@@ -39,10 +39,13 @@ class RoleView:
     counts: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """As `status` prints it."""
-        counts = ", ".join(f"{name} {value:g}" for name, value in self.counts.items())
-        waits = "; ".join(f"for {wait.what} from {wait.on}, {wait.since_s:.0f} s" for wait in self.waits)
-        return "; ".join(part for part in (self.doing, counts, waits and f"waits {waits}") if part)
+        """As `status` prints it: what it does, and its longest wait."""
+        longest = max(self.waits, key=lambda wait: wait.since_s, default=None)
+        waits = ""
+        if longest is not None:
+            what = longest.what.partition(", ")[0]  # the names of groups are for hang.json
+            waits = f"waits for {what} from {longest.on}, {longest.since_s:.0f} s"
+        return "; ".join(part for part in (self.doing, waits) if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError
-from rl_metrics.commands.parts import Verbs, say, say_json
+from rl_metrics.commands.parts import Verbs, opened_run, say, say_json
 from rl_metrics.health.finding import SEVERITY_RANKS, SIDE_TITLES, Finding, Status, Verdict
 from rl_metrics.health.run_verdict import judge_run
-from rl_metrics.run_files.run_record import open_run
 
 SICK = 1
 UNKNOWN = 2
@@ -43,7 +42,7 @@ def add_to(verbs: Verbs) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     thresholds = dict(_setting(text) for text in arguments.set)
-    record = open_run(arguments.path)
+    record = opened_run(arguments.path)
     if not len(record.history.steps):
         raise DataError(f"{arguments.path} has no step in its metrics.jsonl; there is nothing to judge yet.")
     verdict = judge_run(record, thresholds=thresholds, off=arguments.off)

@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_core.data import Json
-from rl_metrics.commands.parts import Verbs, refuse, say, say_json, table_console
+from rl_metrics.commands.parts import Verbs, opened_run, refuse, say, say_json, table_console
 from rl_metrics.comparison.compare import Comparison, Difference, compare
 from rl_metrics.report.page import run_names
-from rl_metrics.run_files.run_record import RunRecord, open_run
+from rl_metrics.run_files.run_record import RunRecord
 from rl_metrics.trackers.text import plain_text
 
 MAX_NAME = 120
@@ -46,7 +46,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _opened(runs: str) -> list[RunRecord]:
     """The runs of one side: a path, or several with commas between them."""
     paths = [runs] if Path(runs).exists() else [path for path in runs.split(",") if path]
-    return [open_run(Path(path)) for path in paths]
+    return [opened_run(Path(path)) for path in paths]
 
 
 def _json_of(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Comparison) -> dict[str, Json]:

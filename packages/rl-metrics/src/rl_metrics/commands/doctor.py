@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from rl_metrics.commands.parts import Verbs, say, say_json
+from rl_metrics.commands.parts import Verbs, opened_run, say, say_json
 from rl_metrics.doctor import Ailment, Cause, Diagnosis, diagnose
-from rl_metrics.run_files.run_record import open_run
 
 FOUND = 1
 UNKNOWN = 2
@@ -24,7 +23,7 @@ def add_to(verbs: Verbs) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    diagnosis = diagnose(open_run(arguments.folder))
+    diagnosis = diagnose(opened_run(arguments.folder))
     if arguments.json:
         say_json(diagnosis.to_json())
     else:

@@ -4,12 +4,16 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from rl_core.data import Json
+from rl_core.errors import DataError
 from rl_core.terminal_text import escaped_lines
+from rl_metrics.importers.recognition import misplaced
+from rl_metrics.run_files.run_record import RunRecord, has_begun, open_run
 from rl_metrics.trackers.console_views import RunConsole
 from rl_metrics.trackers.text import plain_text
 
@@ -37,6 +41,23 @@ class Verbs:
     def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser:  # noqa: A002 - argparse's name
         """A parser for a verb; what it is for is in the list of verbs, and in its own help."""
         return self._parsers.add_parser(name, help=help, description=help)
+
+
+def require_own(path: Path) -> None:
+    """Refuse files of another trainer, which are no run of this project before they are imported.
+
+    Raises:
+        DataError: It names the importer.
+    """
+    foreign = misplaced([path]) if path.is_file() or not has_begun(path) else ""
+    if foreign:
+        raise DataError(foreign)
+
+
+def opened_run(path: Path) -> RunRecord:
+    """See `open_run`; of another trainer's files, the error names the importer."""
+    require_own(path)
+    return open_run(path)
 
 
 def table_console() -> Console:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from rl_metrics.commands.parts import Verbs
+from rl_metrics.commands.parts import Verbs, require_own
 from rl_metrics.comparison.plot import ACROSS, Plot, ReferenceLine, plot_runs
 
 
@@ -28,6 +28,8 @@ def add_to(verbs: Verbs) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    for path in arguments.folder:
+        require_own(path)
     lines = [ReferenceLine.parse(text) for text in arguments.line]
     plot = Plot(metrics=arguments.metric, labels=arguments.label, across=arguments.x, lines=lines)
     plot_runs(arguments.folder, arguments.output, plot=plot)

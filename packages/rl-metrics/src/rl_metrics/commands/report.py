@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from rl_metrics.commands.parts import Verbs, say
+from rl_metrics.commands.parts import Verbs, opened_run, say
 from rl_metrics.report.writing import MAX_TRAJECTORIES, write_report
-from rl_metrics.run_files.run_record import open_run
 
 FILE = "report.html"
 
@@ -35,7 +34,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    runs = [open_run(path) for path in arguments.runs]
+    runs = [opened_run(path) for path in arguments.runs]
     output = arguments.output or runs[0].folder / FILE
     write_report(runs, output, max_trajectories=arguments.max_trajectories)
     say(str(output))

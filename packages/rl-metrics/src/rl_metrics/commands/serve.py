@@ -4,7 +4,7 @@ import argparse
 import time
 from pathlib import Path
 
-from rl_metrics.commands.parts import Verbs, refuse, say
+from rl_metrics.commands.parts import Verbs, refuse, require_own, say
 from rl_metrics.commands.report import add_runs
 from rl_metrics.report.server import LOOK_EVERY_S, ReportServer
 from rl_metrics.run_files.run_record import has_begun
@@ -29,6 +29,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     for path in arguments.runs if arguments.wait else ():
         _wait_for(path)
+    for path in arguments.runs:
+        require_own(path)
     try:
         server = ReportServer(arguments.runs, port=arguments.port, max_trajectories=arguments.max_trajectories)
     except OverflowError as error:  # no such port

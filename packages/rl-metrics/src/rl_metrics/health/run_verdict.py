@@ -1,7 +1,9 @@
 """The verdict over a recorded run, by the rules that its own settings chose."""
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -31,7 +33,16 @@ def judge_run(run: RunRecord, *, thresholds: Mapping[str, float] | None = None, 
         OSError: A file cannot be read.
     """
     rules = without(with_thresholds(own_rules(run.settings), thresholds or {}), off)
-    return judge(run.history, rules=rules, events=run.events, family=family_of(run.history.values, run.settings))
+    verdict = judge(run.history, rules=rules, events=run.events, family=family_of(run.history.values, run.settings))
+    if not run.is_imported:
+        return verdict
+    findings = (replace(finding, advice=tuple(map(without_measuring, finding.advice))) for finding in verdict.findings)
+    return replace(verdict, findings=tuple(findings))
+
+
+def without_measuring(text: str) -> str:
+    """A text without advice to measure more, by settings that the trainer of an imported run does not have."""
+    return re.sub(r"(, and |; )?set metrics\.[^;]*", "", text)
 
 
 def own_rules(settings: Mapping[str, Any]) -> Sequence[Rule]:

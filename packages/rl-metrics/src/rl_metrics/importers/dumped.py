@@ -58,7 +58,8 @@ def step_files(folder: Path | None, *globs: str, name: str, such_as: str) -> lis
     if folder is None:
         return []
     if not folder.is_dir():
-        raise DataError(f"{folder} must be a folder with files such as {such_as}.")
+        found = "a file" if folder.exists() else f"nothing there (looked in {Path.cwd()})"
+        raise DataError(f"{folder} must be a folder with files such as {such_as}; found {found}.")
     files = [(re.fullmatch(name, file.name), file) for glob in globs for file in folder.glob(glob)]
     return sorted((int(found[1]), file) for found, file in files if found and file.is_file())
 

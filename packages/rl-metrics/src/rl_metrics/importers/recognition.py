@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl_core.errors import DataError
 from rl_metrics.importers.verl_console import step_of_line
 from rl_metrics.run_files.json_lines import parse_line, read_lines
 from rl_metrics.run_files.run_record import has_begun
@@ -14,21 +15,35 @@ NUM_LINES = 10_000
 STATES = "trainer_state.json", "checkpoint-*/trainer_state.json"
 
 
-def advice_for(paths: Sequence[Path], *, trainer: str) -> str:
-    """A sentence with the command for the first path that is another trainer's; empty where none is.
+TRAINERS = {"verl": "a log of verl", "trl": "a state of TRL's trainers"}
+
+
+def misplaced(paths: Sequence[Path], *, trainer: str | None = None) -> str:
+    """What to do with the first path that is of another kind than was asked for; empty where none is.
 
     Args:
-        paths: Files or folders in which nothing of the trainer was found.
-        trainer: The one they were said to be of.
+        paths: Files or folders.
+        trainer: Whose importer was asked; None where a run of this project was expected.
     """
     for path in paths:
         kind = _kind_of(path)
-        if kind == "run":
-            return f" {path} is of a run that needs no import; use: rl-metrics check {path}"
-        if kind not in (None, trainer):
-            what = {"verl": "a log of verl", "trl": "a state of TRL's trainers"}[kind]
-            return f" {path} looks like {what}; use: rl-metrics import {kind} {path} --into RUN"
+        if kind == "run" and trainer is not None:
+            return f"{path} is of a run of this project, which needs no import. Use: rl-metrics check {path}"
+        if kind in TRAINERS and kind != trainer:
+            wanted = "a run of this project" if trainer is None else TRAINERS[trainer]
+            command = f"rl-metrics import {kind} {path} --into RUN"
+            return f"{path} is {TRAINERS[kind]}, not {wanted}. Import it with: {command}"
     return ""
+
+
+def require_there(path: Path, *, wanted: str) -> None:
+    """Refuse a path where nothing is.
+
+    Raises:
+        DataError: It says what was wanted there.
+    """
+    if not path.exists():
+        raise DataError(f"{path} must be {wanted}; there is no such file or folder (looked in {Path.cwd()}).")
 
 
 def _kind_of(path: Path) -> str | None:
@@ -36,6 +51,8 @@ def _kind_of(path: Path) -> str | None:
         if any(next(path.glob(state), None) for state in STATES):
             return "trl"
         return "run" if has_begun(path) else None
+    if not path.is_file():
+        return None
     for line, _ in itertools.islice(read_lines(path), NUM_LINES):
         if b'"log_history"' in line:
             return "trl"

@@ -13,8 +13,8 @@ import structlog
 
 from rl_core.errors import DataError
 from rl_metrics.importers.naming import OTHER
-from rl_metrics.importers.recognition import advice_for
-from rl_metrics.run_files.events import EventLog, read_events
+from rl_metrics.importers.recognition import misplaced
+from rl_metrics.run_files.events import IMPORTED, EventLog, read_events
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.run_files.json_lines import number_or_nan
 from rl_metrics.run_files.rollout_log import RolloutLog, RolloutRow
@@ -23,7 +23,6 @@ from rl_metrics.trackers.jsonl import JsonlTracker
 
 log = structlog.get_logger(__name__)
 
-IMPORTED = "run_imported"
 """The first event of a run that was imported: its trainer, files, and the names without a meaning here."""
 
 MAX_FALLS = 10
@@ -168,10 +167,9 @@ class RunWriter:
         """
         self._flush()
         if not self._num_rows + self._num_rollouts + self._num_generations:
-            raise DataError(
-                f"{', '.join(map(str, files))} must be files of {self._trainer}; nothing was found in them."
-                + advice_for(files, trainer=self._trainer)
-            )
+            where = f"in {', '.join(map(str, files))}" if files else "there, as no file and no folder was named"
+            nothing = f"no metrics and no responses of {self._trainer} are {where}."
+            raise DataError(misplaced(files, trainer=self._trainer) or nothing)
         other = tuple(sorted(self._other))
         self._write_events(files, other, is_finished)
         self._close()

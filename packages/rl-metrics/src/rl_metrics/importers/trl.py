@@ -19,7 +19,7 @@ from rl_core.errors import DataError, NotReadyError
 from rl_core.files import read_plain, try_arrow_files
 from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_samples, numbers, step_files
 from rl_metrics.importers.naming import translation
-from rl_metrics.importers.recognition import advice_for
+from rl_metrics.importers.recognition import misplaced, require_there
 from rl_metrics.importers.run_writer import Imported, RunWriter
 from rl_metrics.importers.trl_names import names_of
 from rl_metrics.run_files.json_lines import parse_line, read_json_lines
@@ -80,13 +80,14 @@ def _history(path: Path) -> list[dict[str, Any]]:
     Raises:
         DataError: There is no such file, or it is no state of a trainer.
     """
+    require_there(path, wanted=f"a {STATE} of TRL's trainers, or a folder with one")
     file = _newest_state(path) if path.is_dir() else path
     state = parse_line(read_plain(file, max_bytes=MAX_STATE_BYTES))
     history = None if state is None else state.get("log_history")
     if not isinstance(history, list):
         raise DataError(
-            f"{file} must be a {STATE}, with a log_history; a file that is torn cannot be read."
-            + advice_for([file], trainer="trl")
+            misplaced([file], trainer="trl")
+            or f"{file} must be a {STATE} of TRL's trainers; it has no log_history, or is torn."
         )
     return [row for row in history if isinstance(row, dict)]
 
@@ -118,7 +119,8 @@ def _newest_state(folder: Path) -> Path:
         if (found := re.fullmatch(r"checkpoint-([0-9]{1,18})", file.parent.name)) and file.is_file()
     }
     if not checkpoints:
-        raise DataError(f"{folder} must have a {STATE}, or checkpoints with one." + advice_for([folder], trainer="trl"))
+        wanted = f"{folder} must have a {STATE} of TRL's trainers, or checkpoints with one."
+        raise DataError(misplaced([folder], trainer="trl") or wanted)
     return checkpoints[max(checkpoints)]
 
 

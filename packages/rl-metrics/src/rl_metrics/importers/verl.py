@@ -18,7 +18,7 @@ import structlog
 from rl_core.errors import DataError
 from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_samples, numbers, step_files
 from rl_metrics.importers.naming import Names, translation
-from rl_metrics.importers.recognition import advice_for
+from rl_metrics.importers.recognition import misplaced, require_there
 from rl_metrics.importers.run_writer import Imported, RunWriter
 from rl_metrics.importers.verl_console import seems_step, step_of_line
 from rl_metrics.run_files.json_lines import number_or_nan, parse_line, read_json_lines, read_lines
@@ -92,8 +92,9 @@ def import_verl(
     """
     with RunWriter(into, trainer="verl", names=translation(NAMES, has_our_names=True)) as run:
         for file in files:
+            require_there(file, wanted="a file of verl's metrics or console")
             if file.is_dir():
-                raise DataError(FOLDER.format(path=file) + advice_for([file], trainer="verl"))
+                raise DataError(misplaced([file], trainer="verl") or FOLDER.format(path=file))
             run.begin_attempt(file)
             for step, values in _logged(file):
                 run.add_metrics(step, step_alone(values))

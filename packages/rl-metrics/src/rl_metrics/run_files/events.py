@@ -25,6 +25,8 @@ BEGUN = ("run_started", "run_resumed")
 """Events with which a launch of a run begins."""
 ENDED = ("run_finished", "run_stopped", "run_failed")
 """Events with which it ends; one that was killed has none."""
+IMPORTED = "run_imported"
+"""The first event of a run of another trainer."""
 
 
 class EventLog:

@@ -17,7 +17,7 @@ import structlog
 from rl_core.errors import DataError
 from rl_core.files import parse_toml
 from rl_metrics.hang.report import HANG_FILE, HangReport, read_hang_report
-from rl_metrics.run_files.events import BEGUN, ENDED, read_events
+from rl_metrics.run_files.events import BEGUN, ENDED, IMPORTED, read_events
 from rl_metrics.run_files.history import History, read_history
 from rl_metrics.run_files.json_lines import number_or_nan, parse_line, read_json_lines
 from rl_metrics.run_files.rollout_log import RolloutRow, read_rollouts, without_surrogates
@@ -157,6 +157,11 @@ class RunRecord:
         except DataError as error:
             log.warning("unreadable_file", path=str(path), error=str(error))
             return None
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether another trainer trained it."""
+        return any(event["event"] == IMPORTED for event in self.events)
 
     @property
     def is_finished(self) -> bool:

@@ -116,6 +116,7 @@ class ConsoleTracker:
         self._clock = clock
         self._lock = threading.RLock()
         self._ticker: threading.Thread | None = None
+        self._phases: list[Phase] = []
         self._is_closed = threading.Event()
         self._seen: set[str] = set()
         self._title = "training"
@@ -154,6 +155,7 @@ class ConsoleTracker:
             is_brief=is_brief,
             detail=lambda: escaped(detail()),
         )
+        self._phases = [*self._phases, phase]
         self._draw(lambda view: view.phase_began(phase))
         self._start_ticker()
         outcome = "broken off after "
@@ -162,9 +164,14 @@ class ConsoleTracker:
             outcome = ""
         finally:
             took_s = self._clock() - phase.began_s
+            self._phases = [one for one in self._phases if one is not phase]
             self._draw(lambda view: view.phase_ended(phase, f"{outcome}{took_s:.1f} s"))
             if self._usual is not None and is_first and not outcome:
                 self._usual.note(text, took_s)
+
+    def running(self) -> list[str]:
+        """What slow things run now, such as `starting vLLM ... 12 s (usually 41 s)`."""
+        return [phase.progress(self._clock()) for phase in self._phases]
 
     def begin(self, title: str, *, total_steps: int, done_steps: int = 0) -> None:
         """Start a bar of steps; the bar before it ends.
@@ -231,18 +238,18 @@ class ConsoleTracker:
         self._has_begun = False
         self._draw(lambda view: view.progress_ended())
 
-    def summary(self, title: str, rows: Mapping[str, object]) -> None:
+    def summary(self, title: str, rows: Mapping[str, object], *, notes: Mapping[str, str] | None = None) -> None:
         """End the bar and show a table: what came out, and where everything lies.
 
         Args:
             title: Such as "run finished".
             rows: Value by name; a float is shown with four digits.
+            notes: What people read behind a value, by its name.
         """
         self.end()
-        shown = [
-            (escaped(name), f"{value:.4g}" if isinstance(value, float) else escaped(str(value)))
-            for name, value in rows.items()
-        ]
+        texts = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in rows.items()}
+        texts |= {name: f"{texts[name]}  {note}" for name, note in (notes or {}).items() if name in texts}
+        shown = [(escaped(name), escaped(text)) for name, text in texts.items()]
         self._draw(lambda view: view.table(escaped(title), rows, shown))
 
     def close(self) -> None:

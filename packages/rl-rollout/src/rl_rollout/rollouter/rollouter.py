@@ -202,6 +202,7 @@ class Rollouter:
         now, running = time.monotonic(), self._running
         loads = [] if self.engine is None else self.engine.loads()
         num_running = sum(load.num_running for load in loads)
+        others = [load.state for load in loads if load.state != "serving"]
         on = ENGINE if num_running or self.rollout is None else awaited_outside(self.rollout)
         noted = [replace(wait, since_s=round(now - wait.since_s, 1)) for wait in self._waits.values()]
         waits = [wait for wait in noted if wait.on]
@@ -210,7 +211,8 @@ class Rollouter:
             waits.append(Wait(what=f"{len(running)} group(s), the oldest {uid}", on=on, since_s=now - since))
         waits += [replace(wait, on=on) for wait in noted if not wait.on]
         return RoleView(
-            doing=f"serves version {self._served.version}; engines {', '.join(load.state for load in loads)}",
+            doing=f"{len(running)} group(s) under way, {num_running} response(s) in "
+            f"{len(loads) - len(others)} engine(s)" + (f", others {', '.join(others)}" if others else ""),
             waits=tuple(waits),
             holds=tuple(running),
             counts={

@@ -1,0 +1,30 @@
+"""What `validate` does in both trainers: check everything that can be checked, then evaluate a policy."""
+
+import asyncio
+from collections.abc import Callable
+
+from rl_trainer_parts.checks.all_checks import check_settings
+from rl_trainer_parts.checks.engines import check_engines, check_loop
+from rl_trainer_parts.rollouts.evaluation import validate_policy
+from rl_trainer_parts.rollouts.inputs import read_inputs
+from rl_trainer_parts.settings.schema import Settings
+
+
+def validate(settings: Settings, say: Callable[[str], None]) -> dict[str, float]:
+    """Metrics of the policy on the validation and test problems.
+
+    Args:
+        settings: Of a run.
+        say: Told what to look at.
+
+    Raises:
+        SettingsError: A setting is impossible.
+        DataError: A file of the user cannot be used.
+    """
+    check_settings(settings)
+    inputs = read_inputs(settings)
+    if inputs.advice is not None:
+        say(f"note: {inputs.advice}")
+    check_loop(settings, inputs.tokenizer)
+    check_engines(settings)
+    return asyncio.run(validate_policy(settings, inputs))

@@ -1,0 +1,31 @@
+"""Settings that may differ when a run is resumed: they do not change what it learns from."""
+
+CHANGEABLE_BY_SECTION = {
+    "run": ("if_exists", "readable_by"),
+    "trainer": (
+        *("steps", "validate_every", "validate_first", "checkpoint_every", "keep_checkpoints"),
+        *("background_checkpoints", "proof_tolerance"),
+    ),
+    "prompts": ("validation_limit", "validation_samples", "validation_temperature"),
+    "reward": ("timeout_s", "max_concurrency", "max_calls_per_s", "retries", "backoff_s", "retry_on"),
+    "rollout": ("audit_share", "placement", "sleep", "deadline_s", "start_deadline_s"),
+    "skip": (
+        *("enabled", "directory", "steps", "action", "on_mismatch", "on_broken", "rewards", "max_bytes", "compress"),
+        "validation",
+    ),
+    "weights": ("transport", "host", "bucket_mib", "deadline_s"),
+    "replicas": ("count", "cpus", "gpus", "restarts"),
+    "engine": ("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib", "gpu_memory_utilization", "num_threads"),
+    "learner": ("num_threads",),
+    "metrics": (
+        *("console", "strict", "log_val_generations", "log_rollouts", "log_rollout_tokens", "probes", "peak_tflops"),
+        *("details_every", "report", "report_every", "trace_memory", "trackers"),
+        *("wandb_project", "mlflow_uri", "mlflow_experiment"),
+    ),
+    "health": ("enabled", "every", "pause_on", "thresholds", "off"),
+    "distillation": ("cache", "deadline_s", "start_deadline_s"),
+    "distillation.teachers.NAME": (
+        *("replicas", "resources.cpus", "resources.gpus", "placement", "max_model_len", "tensor"),
+        *("max_batch_tokens", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "sleep", "restarts"),
+    ),
+}
