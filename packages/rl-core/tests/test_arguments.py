@@ -9,6 +9,7 @@ import torch
 from rl_core import Batch, InProcessQueue, Prompt, Ragged, RowKey, TaskSpec, Trajectory
 from rl_core.errors import DataError, RLError, ShapeError
 from rl_core.record_fields import converts_arguments
+from rl_core.registry import Registry
 from rl_core.testing import make_prompts, make_trajectory
 
 JUDGE = TaskSpec(name="judge", needs=["input_ids"], gives=["reward"])
@@ -144,3 +145,4 @@ def test_containers_say_what_is_in_them():
     assert repr(Ragged(np.zeros((0, 4)), [0])) == "Ragged(no rows, float64)"
     assert repr(Ragged(np.zeros((3, 4)), [0, 3])) == "Ragged(1 rows of 3 to 3 elements, float64[4])"
     assert repr(InProcessQueue([JUDGE])) == "InProcessQueue(tasks: judge)"
+    assert repr(Registry("loss", {"b": 1, "a": 2})) == "Registry(loss: a, b)"

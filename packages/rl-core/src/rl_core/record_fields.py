@@ -73,10 +73,11 @@ def converts_arguments(function: FunctionT) -> FunctionT:
     positions = [one.name for one in parameters if one.kind in plain]
     names = [*positions, *(one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY)]
     rules = cache(lambda: known_rules(function, names))
+    who = function.__qualname__.split(".")[-2] if function.__name__ == "__init__" else function.__name__
 
     def fitted(name: str, value: Any) -> Any:
         rule = rules().get(name)
-        return value if rule is None else rule.fitting(name, value, lambda: function.__name__, DataError)
+        return value if rule is None else rule.fitting(name, value, lambda: who, DataError)
 
     @wraps(function)
     def call(*values: Any, **named: Any) -> Any:

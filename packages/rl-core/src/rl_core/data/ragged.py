@@ -34,7 +34,7 @@ class Ragged:
 
     __slots__ = ("_layout", "_lengths")
 
-    def __init__(self, values: Array, offsets: Index) -> None:
+    def __init__(self, values: ArrayLike, offsets: ArrayLike) -> None:
         """Hold rows that lie end to end.
 
         Args:

@@ -12,6 +12,7 @@ import structlog
 
 from rl_core.data import Json
 from rl_core.errors import DataError
+from rl_core.record_fields import converts_arguments
 from rl_metrics.run_files.json_lines import JsonLinesWriter, read_json_lines
 
 log = structlog.get_logger(__name__)
@@ -33,6 +34,7 @@ class EventLog:
     A file that cannot be written (a full disk) stops no run: one warning, and no events from then on.
     """
 
+    @converts_arguments
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         """Open or create the file; what is in it stays.
 
@@ -99,6 +101,7 @@ class EventLog:
             log.warning("event_log_failed", path=str(self._writer.path), error=str(failed))
 
 
+@converts_arguments
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a run, in order; torn lines are left out."""
     return [row for row in read_json_lines(path) if "event" in row]
