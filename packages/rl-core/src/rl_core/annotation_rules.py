@@ -49,18 +49,16 @@ class Rule(NamedTuple):
     fit: Fit
     axes: Axes | None = None
 
-    def fitting(self, name: str, value: Any, who: Callable[[], str], error: type[Exception]) -> Any:
-        """The value as it is held; what cannot be is refused, with its name and whose it is."""
-        if type(value) in self.exact:
-            return value
-        try:
-            return self.fit(value)
-        except Exception as reason:  # a value of the user's own can raise anything when it is read
-            refused = ShapeError if self.axes is not None else error
-            more = f", with {reason}" if isinstance(reason, OverflowError) else ""
-            raise refused(
-                f"{name} of {who()} must be {self.expected}; found {seen(name, value)}{more}.{advice_for(value)}"
-            ) from reason
+    def refusal(self, name: str, value: Any, who: str, error: type[Exception], reason: Exception) -> Exception:
+        """What is raised where `fit` raised, which a value of the user's own can do in any way."""
+        return (ShapeError if self.axes is not None else error)(
+            _refusal(f"{name} of {who}", self.expected, value, reason)
+        )
+
+
+def _refusal(who: str, expected: str, value: Any, reason: Exception) -> str:
+    more = f", with {reason}" if isinstance(reason, OverflowError) else ""
+    return f"{who} must be {expected}; found {seen(who.split(' ')[0], value)}{more}.{advice_for(value)}"
 
 
 def seen(name: str, value: Any) -> str:
@@ -203,10 +201,8 @@ def array_of(value: Any, *, who: str, dtype: Any = None) -> NDArray[Any]:
     try:
         array: NDArray[Any] = np.asarray(value)
         return array if dtype is None or array.dtype == dtype else converted(array, np.dtype(dtype))
-    except Exception as reason:  # as `Rule.fitting`
-        more = f", with {reason}" if isinstance(reason, OverflowError) else ""
-        expected = f"an array of {dtype or 'numbers'}"
-        raise ShapeError(f"{who} must be {expected}; found {seen(who, value)}{more}.{advice_for(value)}") from reason
+    except Exception as reason:  # as of `Rule.fit`
+        raise ShapeError(_refusal(who, f"an array of {dtype or 'numbers'}", value, reason)) from reason
 
 
 def converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -15,7 +15,7 @@ not looked at. `converts_arguments` does the same for the arguments of a functio
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from operator import attrgetter
 from typing import Any, TypeVar, cast, dataclass_transform
 
@@ -75,14 +75,20 @@ def converts_arguments(function: FunctionT) -> FunctionT:
     rules = cache(lambda: known_rules(function, names))
     who = function.__qualname__.split(".")[-2] if function.__name__ == "__init__" else function.__name__
 
-    def fitted(name: str, value: Any) -> Any:
-        rule = rules().get(name)
-        return value if rule is None else rule.fitting(name, value, lambda: who, DataError)
+    def fitted(name: str, value: Any, rule: Rule | None) -> Any:
+        if rule is None or type(value) in rule.exact:
+            return value
+        try:
+            return rule.fit(value)
+        except Exception as reason:
+            raise rule.refusal(name, value, who, DataError, reason) from reason
 
     @wraps(function)
     def call(*values: Any, **named: Any) -> Any:
-        fitting = [fitted(name, value) for name, value in zip(positions, values, strict=False)]
-        return function(*fitting, *values[len(fitting) :], **{name: fitted(name, one) for name, one in named.items()})
+        known = rules()
+        fitting = [fitted(name, value, known.get(name)) for name, value in zip(positions, values, strict=False)]
+        by_name = {name: fitted(name, value, known.get(name)) for name, value in named.items()}
+        return function(*fitting, *values[len(fitting) :], **by_name)
 
     return cast(FunctionT, call)
 
@@ -113,7 +119,10 @@ class _Rules:
         changed = []
         for index, name, rule in looks:
             value = values[index]
-            fitting = rule.fitting(name, value, partial(_who, made, until=name), error)
+            try:
+                fitting = rule.fit(value)
+            except Exception as reason:
+                raise rule.refusal(name, value, _who(made, until=name), error, reason) from reason
             if fitting is not value:
                 changed.append((name, fitting))
         return changed
