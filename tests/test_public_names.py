@@ -72,3 +72,39 @@ def test_documents_teach_public_names_alone():
         if alias.name not in public.get(node.module, set())
     }
     assert taught == set()
+
+
+PASSES_PATHS_ON = {"read_json", "read_json_object", "read_plain", "read_toml", "require_plain"}
+"""To `open_plain`, which takes texts too; they need a path for nothing else."""
+MADE_BY_THE_TRAINERS = {"LearnerHost.__init__", "Rows.__init__", "remove_unlocked_folders"}
+
+
+def functions_with_paths(package: str) -> dict[str, list[str]]:
+    """Decorators of the public functions and methods that are annotated to take a path."""
+    public = set().union(*names_in_table(page_of(package)).values())
+    found: dict[str, list[str]] = {}
+    for file in (ROOT / "packages" / package.replace("_", "-") / "src").rglob("*.py"):
+        if "Path" not in file.read_text():
+            continue
+        for node in ast.parse(file.read_text()).body:
+            is_class = isinstance(node, ast.ClassDef)
+            if getattr(node, "name", "") not in public or (is_class and "Protocol" in map(ast.unparse, node.bases)):
+                continue
+            for part in node.body if is_class else [node]:
+                if not isinstance(part, ast.FunctionDef) or (part.name[0] == "_" and part.name != "__init__"):
+                    continue
+                arguments = [*part.args.posonlyargs, *part.args.args, *part.args.kwonlyargs]
+                hints = [re.findall(r"\w+", ast.unparse(one.annotation)) for one in arguments if one.annotation]
+                if any("Path" in hint and not {"str", "Callable"} & {*hint} for hint in hints):
+                    name = f"{node.name}.{part.name}" if is_class else part.name
+                    found[name] = [ast.unparse(one) for one in part.decorator_list]
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_functions_take_a_text_where_they_take_a_path(package: str):
+    """By `converts_arguments`, which its own tests show at work."""
+    found = functions_with_paths(package)
+    assert len(found) > 3
+    lacking = {name for name, decorators in found.items() if "converts_arguments" not in decorators}
+    assert lacking <= PASSES_PATHS_ON | MADE_BY_THE_TRAINERS

@@ -188,7 +188,14 @@ def test_offsets_that_do_not_cover_the_values_are_refused(offsets):
         ({"ids": np.zeros(2)}, DataError, "unknown column 'ids'"),
         ({"reward": Ragged.from_rows([[1.0], [2.0]], dtype=np.float32)}, ShapeError, "'reward' must be dense"),
         ({"values": np.zeros(2, np.float32)}, ShapeError, "'values' must be ragged"),
-        ({"reward": np.zeros(2)}, ShapeError, "'reward' must have dtype float32; found float64"),
+        (
+            {"reward": np.full(2, 1e300)},
+            ShapeError,
+            "'reward' must be .* float32; found float64 .* float32 cannot hold",
+        ),
+        ({"reward": ["1", "2"]}, ShapeError, "'reward' must be .* float32; found"),
+        ({"reward": 1.0}, ShapeError, "'reward' must have 2 rows; found a single number"),
+        ([1.0], DataError, "columns must be a Mapping"),
         ({"reward": np.zeros(3, np.float32)}, ShapeError, "'reward' must have 2 rows; found 3"),
         (
             {

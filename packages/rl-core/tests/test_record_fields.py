@@ -200,7 +200,7 @@ def test_the_issue_of_the_first_user():
         lambda: RowKey(1, 0, 0),
         lambda: RowKey("p", "0", 0),
         lambda: Batch([("p", 0)], {}),
-        lambda: Batch([RowKey("p", 0, 0)], {"reward": [1.0]}),
+        lambda: Batch([RowKey("p", 0, 0)], {"reward": ["1"]}),
         lambda: Batch([RowKey("p", 0, 0)], {"input_ids": [[1]]}),
     ],
 )

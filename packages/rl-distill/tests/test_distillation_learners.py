@@ -77,8 +77,9 @@ def taught(batch: Batch, teachers: list[Path], *, top_k: int = 5, temperature: f
     }
     for number, (logprobs, tokens, hidden) in enumerate(answers):
         chosen = which == number
-        columns["teacher_logprobs"][chosen] = logprobs.values[chosen]
-        columns["teacher_ids"][chosen] = tokens.values[chosen]
+        is_known = tokens.values[chosen] < VOCAB_SIZE  # as the service gives them
+        columns["teacher_logprobs"][chosen] = np.where(is_known, logprobs.values[chosen], 0.0)
+        columns["teacher_ids"][chosen] = np.where(is_known, tokens.values[chosen], -1)
         columns["teacher_hidden"][chosen, : hidden.values.shape[1]] = hidden.values[chosen]
     columns["teacher_index"] = which.astype(np.int16)
     return batch.with_columns({name: Ragged(values, ids.offsets) for name, values in columns.items()})

@@ -16,7 +16,8 @@ from rl_distill.learner import MicroBatch
 from rl_distill.objectives import DistillationObjectiveOptions, distillation_objective
 from rl_distill.objectives.chunked_head import chunked_head_divergence
 from rl_distill.objectives.divergences import DivergenceOptions, divergence_terms
-from rl_distill.objectives.logit_divergence import LogitDivergence, TeacherTokens, teacher_tokens
+from rl_distill.objectives.logit_divergence import LogitDivergence
+from rl_distill.objectives.teacher_tokens import TeacherTokens, teacher_tokens
 from rl_distill.objectives.vocabulary_parts import VocabularyPart, likeliest
 
 GOLDEN_DIR = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "tests" / "golden"))
@@ -310,7 +311,7 @@ def test_what_a_divergence_needs_is_asked_for() -> None:
     bare = LogitDivergence(options=DivergenceOptions(distribution="full"), part=VocabularyPart(V))
     with pytest.raises(DataError, match="found the hidden states and 0 matrices"):
         bare(random_logits(2), teacher_of(random_logits(2), k=2))
-    with pytest.raises(ShapeError, match="equally many tokens; found 3, 2"):
+    with pytest.raises(ShapeError, match="M = 2 tokens; found"):
         divergence(DivergenceOptions())(random_logits(3), sampled)
     with pytest.raises(ShapeError, match="at least 12 columns"):
         divergence(DivergenceOptions(), size=V + 1)(random_logits(2), teacher_of(random_logits(2), k=2))
@@ -348,6 +349,56 @@ def test_a_top_k_without_the_sampled_token_is_refused_or_given_apart(kind: str) 
         given = TeacherTokens.from_top_k(**top, sampled=apart)
         torch.testing.assert_close(divergence(options)(student, given).losses, expected, rtol=0, atol=0)
     assert torch.equal(TeacherTokens.from_top_k(**top, sampled=sampled).ids, whole.ids)
+
+
+TOP = torch.log_softmax(random_logits(4, seed=1, dtype=torch.float32), -1).topk(3)
+IDS, LOGPROBS = TOP.indices, TOP.values
+BAD = LOGPROBS.clone()
+BAD[2, 1] = math.nan
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ((IDS, LOGPROBS.exp()), DataError, r"logprobs must be at most 0; found \[.*\] at token 0.* not logits or"),
+        ((IDS, LOGPROBS.exp() * 0.01), DataError, r"probabilities that sum to at most 1; found 3\.0.* at token 0"),
+        ((IDS, random_logits(4)[:, :3] + 5.0), DataError, "logprobs must be at most 0"),
+        ((LOGPROBS, IDS), ShapeError, "found ids of torch.float32, logprobs of torch.int64.* swapped"),
+        ((IDS.float(), LOGPROBS), ShapeError, "ids and index must be integers.* found ids of torch.float32"),
+        ((IDS > 1, LOGPROBS), ShapeError, "ids"),
+        ((IDS, BAD), DataError, r"logprobs must not be NaN; found \[.*nan.*\] at token 2, and 1 such tokens"),
+        ((IDS - 5, LOGPROBS), DataError, "ids must be tokens, or -1 for none"),
+        ((IDS[None], LOGPROBS[None]), ShapeError, r"must be \[M, K\]; found \[1, 4, 3\].* `ids\[mask\]` and"),
+        ((IDS, LOGPROBS[:, :2]), ShapeError, r"must be \[M, K\]"),
+        (("a", LOGPROBS), ShapeError, "ids of from_top_k must be a Tensor"),
+    ],
+)
+def test_what_no_teacher_says_is_refused_where_it_is_made(given, error, said) -> None:
+    with pytest.raises(error, match=said):
+        TeacherTokens.from_top_k(*given)
+
+
+def test_what_was_not_scored_is_not_looked_at_and_lists_are_tensors() -> None:
+    index = torch.tensor([0, 0, -1, 0])
+    assert len(TeacherTokens.from_top_k(IDS.where(LOGPROBS == LOGPROBS, IDS), BAD, index=index)) == 4
+    impossible = torch.where(index.unsqueeze(-1) < 0, torch.tensor([[-1] * 3]), IDS)
+    never = TeacherTokens.from_top_k(impossible.int(), LOGPROBS.where(IDS > 2, -math.inf), index=index)
+    assert never.ids.dtype == torch.int64
+    assert TeacherTokens.from_top_k([[1, 0]], [[-0.5, -1.0]]).logprobs.tolist() == [[0.0, -0.5, -1.0]]
+    half = torch.log_softmax(torch.zeros(1, 1000), -1).bfloat16()
+    assert len(TeacherTokens.from_top_k(torch.arange(1000)[None], half)) == 1  # rounds to a sum above 1
+
+
+def test_logits_that_do_not_fit_the_teacher_are_refused() -> None:
+    teacher, compare = TeacherTokens.from_top_k(IDS, LOGPROBS), divergence(DivergenceOptions())
+    with pytest.raises(ShapeError, match=r"\[M, V\] .* M = 4 tokens; found \[2, 2, 11\].*`logits\[mask\]`"):
+        compare(random_logits(4).reshape(2, 2, V), teacher)
+    with pytest.raises(ShapeError, match=r"found \[3, 11\]"):
+        compare(random_logits(3), teacher)
+    foreign = TeacherTokens.from_top_k(torch.where(IDS[2, 0] == IDS, V, IDS), LOGPROBS)
+    with pytest.raises(DataError, match=r"ids must be below 11, .*; found 11 at token .*uld"):
+        compare(random_logits(4), foreign)
+    assert len(divergence(DivergenceOptions(kind="uld"))(random_logits(4), foreign).losses) == 4
 
 
 def test_a_head_that_knows_the_tokens_refuses_the_teachers_words_on_others() -> None:

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from rl_core.errors import DataError
+from rl_core.errors import DataError, ShapeError
 from rl_distill.objectives import (
     ADVANTAGES,
     KL_ESTIMATORS,
@@ -77,8 +77,8 @@ def returns_a_sum(tokens):
     return TokenLosses(losses=plain(tokens).losses.sum())
 
 
-def returns_a_list(tokens):
-    return TokenLosses(losses=[1.0])
+def returns_a_text(tokens):
+    return TokenLosses(losses="1.0")
 
 
 def returns_a_mean_diagnostic(tokens):
@@ -279,7 +279,7 @@ def test_broken_policy_losses_are_caught(broken, rule):
 @pytest.mark.parametrize(
     ("broken", "refused"),
     [
-        (returns_a_list, r"losses of TokenLosses must be a Tensor; found \[1.0\] \(list\)"),
+        (returns_a_text, r"losses of TokenLosses must be a Tensor; found '1.0' \(str\)"),
         (
             returns_a_bare_diagnostic,
             r"diagnostics of TokenLosses must be a mapping, .*; found torch.float64 of shape \[23\]",
@@ -287,7 +287,7 @@ def test_broken_policy_losses_are_caught(broken, rule):
     ],
 )
 def test_losses_of_the_wrong_type_are_refused_where_they_are_made(broken, refused):
-    with pytest.raises(DataError, match=refused):
+    with pytest.raises((DataError, ShapeError), match=refused):
         check_policy_loss(broken)
 
 

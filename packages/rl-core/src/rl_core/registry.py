@@ -38,6 +38,9 @@ class Registry(Generic[PartT]):
         self._group = group
         self._offered: tuple[list[str], list[EntryPoint]] = ([], [])
 
+    def __repr__(self) -> str:
+        return f"Registry({self.kind}: {', '.join(self.names())})"
+
     def names(self) -> list[str]:
         """Every name that `get` knows, sorted."""
         return sorted({*self._builtin, *(point.name for point in self._entry_points())})

@@ -7,6 +7,7 @@ from pathlib import Path
 from rl_core import Batch, Ragged, RowKey
 from rl_core.data import IntArray
 from rl_core.errors import SettingsError
+from rl_core.record_fields import converts_arguments
 from rl_core.weights import Canary
 from rl_distill.checkpoints.pending_save import saved_together
 from rl_distill.learner import Critic, Learner, PendingSave, Scorer
@@ -35,6 +36,7 @@ class Learners:
     close: Callable[[], None]
     stacks: Callable[[float], list[str]] = lambda _: []
 
+    @converts_arguments
     def save(self, folder: Path, *, in_background: bool = False) -> PendingSave:
         """Write everything that trains into an empty folder: the policy in it, the critic in a folder of its own."""
         pending = [self.policy.save(folder, in_background=in_background)]
@@ -42,6 +44,7 @@ class Learners:
             pending.append(self.critic.save(folder / CRITIC_FOLDER, in_background=in_background))
         return saved_together(*pending)
 
+    @converts_arguments
     def load(self, folder: Path) -> None:
         """Continue from `save`.
 
@@ -52,6 +55,7 @@ class Learners:
         if self.critic is not None:
             self.critic.load(folder / CRITIC_FOLDER)
 
+    @converts_arguments
     def load_teacher_heads(self, folders: Sequence[Path]) -> None:
         """Give the policy the output matrices of teachers, in the order of `teacher_index`.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.files import read_json_object, shown
-from rl_core.record_fields import settings_record
+from rl_core.record_fields import converts_arguments, settings_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +159,7 @@ class PolicyConfig:
         return {"lm_head.weight": "model.embed_tokens.weight"} if self.is_tied else {}
 
 
+@converts_arguments
 def read_policy_config(policy_dir: Path) -> dict[str, Any]:
     """config.json of a Hugging Face folder.
 

@@ -9,6 +9,7 @@ import structlog
 
 from rl_core.data import Batch, Ragged
 from rl_core.errors import RLError
+from rl_core.record_fields import converts_arguments
 from rl_distill.learner import StepResult
 
 _log = structlog.get_logger(__name__)
@@ -23,6 +24,7 @@ class NonFiniteError(RLError, FloatingPointError):
 class SkippedUpdates:
     """Counts updates in a row that were skipped."""
 
+    @converts_arguments
     def __init__(self, *, most: int, directory: Path) -> None:
         """Nothing was skipped yet.
 
@@ -63,6 +65,7 @@ class SkippedUpdates:
             )
 
 
+@converts_arguments
 def save_rows(batch: Batch, rows: tuple[int, ...], file: Path) -> Path:
     """Write rows as lines of JSON, to be looked at: keys, and every column's values.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_core.data import Batch, Ragged
 from rl_core.errors import SettingsError
+from rl_core.record_fields import converts_arguments
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
     STATE_KINDS,
@@ -26,7 +27,8 @@ from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, write_pieces
 from rl_distill.learner import LearnerOptions, MicroBatch, Objective, PendingSave, StepResult
 from rl_distill.metric_sums import metric_totals, metric_values
 from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Comparison, comparison_of, with_measures
-from rl_distill.objectives.logit_divergence import LogitDivergence, teacher_tokens
+from rl_distill.objectives.logit_divergence import LogitDivergence
+from rl_distill.objectives.teacher_tokens import teacher_tokens
 from rl_distill.objectives.vocabulary_parts import VocabularyPart
 from rl_distill.packing import Pack, pack_batch, unpack_trained, unpack_values
 from rl_distill.products import chosen_products, computing_with
@@ -49,6 +51,7 @@ class TorchLearner:
         step: Optimizer steps done so far.
     """
 
+    @converts_arguments
     def __init__(
         self, policy: Path | Mapping[str, Any], options: LearnerOptions, *, device: torch.device | None = None
     ) -> None:
@@ -158,6 +161,7 @@ class TorchLearner:
         check_open(self._is_open)
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
+    @converts_arguments
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:  # noqa: ARG002 - written at once
         """Write a checkpoint into an empty directory, before it returns.
 
@@ -176,6 +180,7 @@ class TorchLearner:
         finish_checkpoint(directory, written, source=source, names=names, options=self._options, step=self.step)
         return PendingSave()
 
+    @converts_arguments
     def load(self, directory: Path) -> None:
         """Continue from `save`.
 
@@ -234,6 +239,7 @@ class TorchLearner:
                 if self._mains[name] is not parameter:
                     parameter.copy_(self._mains[name])
 
+    @converts_arguments
     def load_teacher_heads(self, folders: Sequence[Path]) -> None:
         """Read the teachers' output matrices, for objectives that compare whole distributions.
 

@@ -85,6 +85,9 @@ class RoleGroup:
             raise SettingsError(f"role {self.spec.name!r} has ranks 0 to {self.size - 1}; found {rank}.")
         return self._roles[rank]
 
+    def __repr__(self) -> str:
+        return f"RoleGroup({len(self)} of {self.spec.name})"
+
     def __iter__(self) -> Iterator[Role]:
         return iter(self._roles)
 

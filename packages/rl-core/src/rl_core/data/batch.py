@@ -1,12 +1,13 @@
 """Batches of rows in columns: dense arrays, or ragged ones as flat values with offsets."""
 
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rl_core.annotation_rules import array_of, expect, several
 from rl_core.data.columns import BUILT_IN, column_dtype, column_spec
 from rl_core.data.ragged import Array, Ragged, offsets_of, row_indices
 from rl_core.data.records import Json, Trajectory
@@ -36,7 +37,8 @@ class Batch:
 
         Args:
             keys: Identity of each row.
-            columns: Known columns by name, each with len(keys) rows.
+            columns: Known columns by name, each with len(keys) rows; another dtype is converted where no value changes
+                but by rounding of floats.
             extras: JSON of each row.
 
         Raises:
@@ -53,10 +55,8 @@ class Batch:
             if not isinstance(extra, Mapping):
                 raise DataError(f"extras of row {tuple(key)} must be a JSON object; found {type(extra).__name__}.")
         self._extras = tuple(extras) if extras is not None and any(extras) else None
-        for name, column in columns.items():
-            check_column(name, column, num_rows=len(self.keys))
-        check_alignment(columns)
-        self._columns = dict(columns)
+        self._columns = fitting_columns(columns, num_rows=len(self.keys))
+        check_alignment(self._columns)
 
     @classmethod
     def _of(
@@ -68,8 +68,9 @@ class Batch:
         return self
 
     @classmethod
-    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> "Batch":
+    def from_trajectories(cls, trajectories: Iterable[Trajectory]) -> "Batch":
         """Columns of trajectories, in their order; a missing reward becomes NaN."""
+        trajectories = several(trajectories, Trajectory, "trajectories")
         token_columns = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
         values = {
             name: np.concatenate([np.empty(0, dtype=column_dtype(name)), *(getattr(t, name) for t in trajectories)])
@@ -85,8 +86,9 @@ class Batch:
         return cls(keys, columns, extras=[t.extras for t in trajectories])
 
     @classmethod
-    def concat(cls, batches: Sequence["Batch"]) -> "Batch":
+    def concat(cls, batches: Iterable["Batch"]) -> "Batch":
         """All rows of batches that have the same columns."""
+        batches = several(batches, Batch, "batches")
         if not batches:
             return cls((), {})
         names = batches[0].names
@@ -114,6 +116,14 @@ class Batch:
     def size_bytes(self) -> int:
         """Bytes of all columns."""
         return sum(column.nbytes for column in self._columns.values())
+
+    def __repr__(self) -> str:
+        columns = ", ".join(
+            f"{name} {'ragged ' if isinstance(column, Ragged) else ''}{column.dtype}"
+            f"{list(column.element_shape if isinstance(column, Ragged) else column.shape[1:]) or ''}"
+            for name, column in self._columns.items()
+        )
+        return f"Batch({len(self)} rows of {len(np.unique(self.keys.prompts))} prompts: {columns or 'no columns'})"
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -158,9 +168,7 @@ class Batch:
 
     def with_columns(self, columns: Mapping[str, Column]) -> "Batch":
         """A batch with these columns added or replaced, sharing the others."""
-        for name, column in columns.items():
-            check_column(name, column, num_rows=len(self))
-        merged = {**self._columns, **columns}
+        merged = {**self._columns, **fitting_columns(columns, num_rows=len(self))}
         check_alignment(merged)
         return Batch._of(self.keys, merged, self._extras)
 
@@ -227,27 +235,35 @@ def _as_slice(indices: NDArray[np.int64]) -> slice | NDArray[np.int64]:
     return indices
 
 
-def check_column(name: str, column: Column, *, num_rows: int) -> None:
-    """Refuse a column that is not as its table entry says.
+def fitting_columns(columns: Mapping[str, Column], *, num_rows: int) -> dict[str, Column]:
+    """Columns as their table entries say.
 
     Raises:
-        DataError: The name is unknown.
-        ShapeError: Wrong kind, dtype or number of rows.
+        DataError: They have no names, or one is unknown.
+        ShapeError: Wrong kind, values that the dtype cannot hold, or another number of rows.
     """
-    spec = column_spec(name)
-    if not isinstance(column, Ragged if spec.is_ragged else np.ndarray):
+    expect(columns, "columns", Mapping)
+    return {name: _fitting(name, column, num_rows=num_rows) for name, column in columns.items()}
+
+
+def _fitting(name: str, column: Column, *, num_rows: int) -> Column:
+    spec, who = column_spec(name), f"column {name!r}"
+    if spec.is_ragged != isinstance(column, Ragged):
         kind = "ragged, a Ragged" if spec.is_ragged else "dense, a numpy array"
-        raise ShapeError(f"column {name!r} must be {kind} of {spec.dtype}; found {type(column).__name__}.")
-    if column.dtype != np.dtype(spec.dtype):
-        raise ShapeError(f"column {name!r} must have dtype {spec.dtype}; found {column.dtype}.")
-    if len(column) != num_rows:
-        raise ShapeError(f"column {name!r} must have {num_rows} rows; found {len(column)}.")
+        raise ShapeError(f"{who} must be {kind} of {spec.dtype}; found {type(column).__name__}.")
+    if isinstance(column, Ragged):
+        if column.dtype != spec.dtype:
+            column = Ragged(array_of(column.values, who=who, dtype=spec.dtype), column.offsets)
+    elif type(column) is not np.ndarray or column.dtype != spec.dtype:
+        column = array_of(column, who=who, dtype=spec.dtype)
+    if (not isinstance(column, Ragged) and not column.ndim) or len(column) != num_rows:
+        found = len(column) if isinstance(column, Ragged) or column.ndim else "a single number"
+        raise ShapeError(f"{who} must have {num_rows} rows; found {found}.")
     element = column.element_shape if isinstance(column, Ragged) else column.shape[1:]
     if name in BUILT_IN and spec.value_axes is not None and len(element) != spec.value_axes:
         value = f"a value of {spec.value_axes} axes" if spec.value_axes else "one value"
-        raise ShapeError(
-            f"column {name!r} must have {value} a {'token' if spec.is_ragged else 'row'}; found {element}."
-        )
+        raise ShapeError(f"{who} must have {value} a {'token' if spec.is_ragged else 'row'}; found {element}.")
+    return column
 
 
 def check_alignment(columns: Mapping[str, Column]) -> None:

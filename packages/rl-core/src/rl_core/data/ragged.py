@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rl_core.annotation_rules import array_of
 from rl_core.errors import ShapeError
 
 Array = NDArray[Any]
@@ -33,7 +34,7 @@ class Ragged:
 
     __slots__ = ("_layout", "_lengths")
 
-    def __init__(self, values: Array, offsets: Index) -> None:
+    def __init__(self, values: ArrayLike, offsets: ArrayLike) -> None:
         """Hold rows that lie end to end.
 
         Args:
@@ -43,8 +44,8 @@ class Ragged:
         Raises:
             ShapeError: The offsets do not start at 0, fall somewhere, or do not end at len(values).
         """
-        values = np.asarray(values)
-        offsets = offsets if isinstance(offsets, np.ndarray) else np.asarray(offsets, dtype=np.int64)
+        values = array_of(values, who="values of Ragged")
+        offsets = offsets if isinstance(offsets, np.ndarray) else array_of(offsets, who="offsets", dtype=np.int64)
         if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(values):
             raise ShapeError(
                 f"offsets must run from 0 to len(values) = {len(values)}; found shape {list(offsets.shape)}"
@@ -61,7 +62,9 @@ class Ragged:
     @classmethod
     def from_rows(cls, rows: Sequence[ArrayLike], *, dtype: Any) -> "Ragged":
         """Join rows, copying them once."""
-        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        arrays = [array_of(row, who=f"row {index} of Ragged", dtype=dtype) for index, row in enumerate(rows)]
+        if any(not array.ndim for array in arrays):
+            raise ShapeError("rows must each be a list or an array; found a single number. Give a list of rows.")
         values = np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
         return cls(values, offsets_of([len(row) for row in arrays]))
 
@@ -70,8 +73,10 @@ class Ragged:
         """All rows of one or more parts, none of them copied.
 
         Raises:
-            ShapeError: The parts differ in dtype, or in the shape of an element.
+            ShapeError: There are none, or they differ in dtype, or in the shape of an element.
         """
+        if not parts:
+            raise ShapeError("parts must be at least one Ragged; found none.")
         if len(parts) == 1:
             return parts[0]
         layouts = [part._layout for part in parts]  # read once: another thread may put rows end to end
@@ -147,6 +152,12 @@ class Ragged:
     def nbytes(self) -> int:
         """Bytes of the rows, and of their offsets."""
         return int(self._lengths.sum()) * self.width + 8 * (len(self) + 1)
+
+    def __repr__(self) -> str:
+        if not len(self):
+            return f"Ragged(no rows, {self.dtype})"
+        lengths = f"{self._lengths.min()} to {self._lengths.max()} elements"
+        return f"Ragged({len(self)} rows of {lengths}, {self.dtype}{list(self.element_shape) or ''})"
 
     def __len__(self) -> int:
         return len(self._lengths)

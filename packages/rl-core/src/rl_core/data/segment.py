@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.data.batch import Batch, Column
+from rl_core.data.columns import column_spec
 from rl_core.data.ragged import Array, Ragged
 from rl_core.data.row_keys import RowKeys
 from rl_core.errors import DataError, RLError, SegmentError, ShapeError, UndeclaredColumnError, UnknownColumnError
@@ -236,6 +237,9 @@ def _batch_of(schema: Schema, arrays: dict[str, Array]) -> Batch:
     columns: dict[str, Column] = {**arrays}
     if offsets is not None:
         columns |= Ragged.aligned(ragged, offsets)
+    for name, column in columns.items():
+        if column.dtype != (expected := column_spec(name).dtype):
+            raise ShapeError(f"column {name!r} must have dtype {expected}; found {column.dtype}.")
     return Batch(keys, columns, extras=extras)
 
 

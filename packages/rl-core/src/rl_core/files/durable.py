@@ -4,7 +4,10 @@ import contextlib
 import os
 from pathlib import Path
 
+from rl_core.record_fields import converts_arguments
 
+
+@converts_arguments
 def write_durably(file: Path, content: bytes) -> None:
     """Write a file aside, flush it to the disk, and rename it into place."""
     part = file.with_name(f".{file.name}.part")
@@ -16,6 +19,7 @@ def write_durably(file: Path, content: bytes) -> None:
     sync_folder(file.parent)
 
 
+@converts_arguments
 def sync_file(file: Path) -> None:
     """Flush a file to the disk."""
     with file.open("rb+") as stream:

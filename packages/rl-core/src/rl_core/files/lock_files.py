@@ -4,7 +4,10 @@ import os
 import stat
 from pathlib import Path
 
+from rl_core.record_fields import converts_arguments
 
+
+@converts_arguments
 def open_lock_file(path: Path) -> int:
     """Open a file that is there to be locked, or make it; gives the descriptor, not yet locked.
 

@@ -9,10 +9,13 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from rl_core.record_fields import converts_arguments
+
 FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @contextmanager
+@converts_arguments
 def locked_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> Iterator[Path]:
     """A new folder under a lock; what is left of it at the end goes, unless this is a fork of the process that made it.
 
@@ -40,6 +43,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
         yield folder
 
 
+@converts_arguments
 def make_locked_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> tuple[Path, int]:
     """A new folder, and the descriptor that locks it; another folder where the first one was taken before that."""
     while True:

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from rl_core.data.records import Json
 from rl_core.errors import DataError, RLError
 from rl_core.files.bounded_json import count_values
+from rl_core.record_fields import converts_arguments
 
 MAX_JSON_BYTES = 1 << 26
 MAX_JSON_VALUES = 1 << 21
@@ -23,6 +24,7 @@ MAX_TOML_STEPS = 1 << 21
 
 
 @contextmanager
+@converts_arguments
 def open_plain(
     file: Path, *, error: type[RLError] = DataError, follows_links: bool = True
 ) -> Iterator[tuple[BinaryIO, int]]:

@@ -9,6 +9,7 @@ from typing import Any
 from rl_core.errors import DataError, RLError
 from rl_core.files.bounded_json import count_values
 from rl_core.files.plain_files import open_plain
+from rl_core.record_fields import converts_arguments
 
 MAX_HEADER_BYTES = 1 << 25
 MAX_HEADER_VALUES = 1 << 22
@@ -41,6 +42,7 @@ class StoredTensor:
     stop: int
 
 
+@converts_arguments
 def read_safetensors_header(file: Path, *, error: type[RLError] = DataError) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name.
 

@@ -15,6 +15,7 @@ from rl_core.data.records import Json
 from rl_core.errors import DataError, RLError
 from rl_core.files.bounded_json import shown
 from rl_core.files.plain_files import open_plain
+from rl_core.record_fields import converts_arguments
 
 MEMORY_BYTES = 1 << 31
 BASE_CPU_S = 4
@@ -34,6 +35,7 @@ PASSED = "passed"
 ARROW_SCRIPT = Path(__file__).with_name("arrow_trial.py")
 
 
+@converts_arguments
 def run_trial(
     script: Path,
     request: Mapping[str, Json],
@@ -70,6 +72,7 @@ def run_trial(
         return
 
 
+@converts_arguments
 def try_arrow_files(files: Sequence[Path], *, error: type[RLError] = DataError) -> None:
     """Refuse Parquet and Arrow files that do not decode, or to more than a machine can hold.
 

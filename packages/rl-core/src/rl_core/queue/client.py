@@ -2,12 +2,11 @@
 
 import contextlib
 import itertools
-import operator
 import os
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -16,10 +15,11 @@ from typing import Any
 import msgspec
 
 from rl_core import errors
+from rl_core.annotation_rules import expect, several
 from rl_core.data.batch import Batch, Column
-from rl_core.data.outside_text import encodable
 from rl_core.data.records import Prompt, Trajectory
 from rl_core.errors import DataError, SegmentError, UndeclaredColumnError
+from rl_core.queue.arguments import asked, names_of, stored, whole
 from rl_core.queue.interface import (
     DEFAULT_DEADLINE_S,
     DEFAULT_LEASE_S,
@@ -65,6 +65,7 @@ from rl_core.queue.rows import (
     join,
     sessions_of,
 )
+from rl_core.record_fields import converts_arguments
 
 MAX_READERS = 8
 
@@ -85,6 +86,9 @@ class TransferQueue(ABC):
         self._reserves = True
         self._put_ids = (os.getpid(), uuid.uuid4().hex, itertools.count())
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(tasks: {', '.join(self._tasks)})"
+
     @abstractmethod
     def close(self) -> None:
         """Wake every waiter with NotReadyError, and free the rows; a journal's directory stays."""
@@ -93,15 +97,17 @@ class TransferQueue(ABC):
     def _send(self, request: Request, *, deadline_s: float) -> Reply:
         """Carry a request to the queue's server and its answer back, waiting that long and a little longer."""
 
-    def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
+    def issue(self, prompts: Iterable[Prompt], *, num_sessions: int) -> None:
         """Enter prompts, each to be settled by `num_sessions` sessions.
 
         Raises:
-            DataError: A prompt uid was issued before.
+            DataError: A prompt uid was issued before, or one is no Prompt.
         """
         number = whole(num_sessions, "num_sessions")
-        self._call(Issue([(prompt.uid, self._pack(prompt)) for prompt in prompts], number))
+        given = several(prompts, Prompt, "prompts")
+        self._call(Issue([(prompt.uid, self._pack(prompt)) for prompt in given], number))
 
+    @converts_arguments
     def claim(
         self,
         *,
@@ -133,11 +139,12 @@ class TransferQueue(ABC):
             expires_at=reply.expires_at,
         )
 
+    @converts_arguments
     def put(
         self,
         prompt_uid: str,
         session_index: int,
-        trajectories: Sequence[Trajectory],
+        trajectories: Iterable[Trajectory],
         *,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
@@ -148,12 +155,14 @@ class TransferQueue(ABC):
             AlreadySettledError: The session was put or failed before.
             DeadlineError: The queue stayed full.
         """
-        check_trajectories(prompt_uid, session_index, trajectories)
-        if trajectories:
-            self.put_batch(batch_of_session(trajectories), deadline_s=deadline_s)
+        rows = several(trajectories, Trajectory, "trajectories")
+        check_trajectories(prompt_uid, session_index, rows)
+        if rows:
+            self.put_batch(batch_of_session(rows), deadline_s=deadline_s)
         else:
             self._put_all(Batch((), {}), [(prompt_uid, [whole(session_index, "session_index")])], deadline_s=deadline_s)
 
+    @converts_arguments
     def put_batch(self, batch: Batch, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
         """Settle every session that the batch has rows of, all or none: one segment, however many sessions.
 
@@ -177,20 +186,23 @@ class TransferQueue(ABC):
                 self._put(batch, put, deadline_s=max(ends_at - time.monotonic(), 0.0))
                 return
 
+    @converts_arguments
     def fail(self, prompt_uid: str, session_index: int, *, reason: str) -> None:
         """Settle one session without rows; a prompt whose sessions all fail is dropped."""
         self._call(Fail(prompt_uid, whole(session_index, "session_index"), stored(reason)))
 
+    @converts_arguments
     def drop(self, prompt_uid: str, *, reason: str, reissue: bool = False) -> None:
         """Take a prompt and its rows out, or issue it again; running leases on it become outdated."""
         self._call(Drop(prompt_uid, stored(reason), bool(reissue)))
 
+    @converts_arguments
     def lease(
         self,
         task: str,
         *,
         groups: int | None = None,
-        prompts: Sequence[str] | None = None,
+        prompts: Iterable[str] | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
         lease_s: float = DEFAULT_LEASE_S,
         allow_fewer: bool = False,
@@ -212,7 +224,7 @@ class TransferQueue(ABC):
             DataError: A prompt that is named was never issued, is done or dropped, was acked by this task, or is too
                 stale, now or while this waits. Nothing is taken then.
         """
-        number, named = _asked(task, groups, prompts)
+        number, named = asked(task, groups, prompts)
         if named and allow_fewer:
             raise DataError("a lease of named prompts takes exactly these; leave allow_fewer out, or name fewer.")
         ends_at = time.monotonic() + deadline_s
@@ -232,6 +244,7 @@ class TransferQueue(ABC):
                     lease_id=reply.lease_id, task=task, prompts=unpacked, batch=batch, expires_at=reply.expires_at
                 )
 
+    @converts_arguments
     def extend(self, lease: AnyLease, *, lease_s: float) -> AnyLease:
         """Keep the groups for `lease_s` seconds from now."""
         task = lease.task if isinstance(lease, Lease) else GENERATE
@@ -239,16 +252,18 @@ class TransferQueue(ABC):
         return replace(lease, expires_at=done.value)
 
     def ack(self, lease: Lease, given: Mapping[str, Column] | None = None) -> None:
-        """Finish a lease, adding columns aligned with the rows of `lease.batch`.
+        """Finish a lease, adding columns aligned with the rows of `lease.batch`, of any dtype that loses no value.
 
         Raises:
             OutdatedLeaseError: The lease ran out, was released or was acked.
             DataError: A column that the task does not give, one that is missing, or a NaN logprob.
         """
+        expect(lease, "lease", Lease)
         task = self._tasks.get(lease.task)
         if task is None:
             raise DataError(f"unknown task {lease.task!r}; declared tasks: {sorted(self._tasks)}.")
-        given = given or {}
+        given = {} if given is None else given
+        expect(given, "given", Mapping)
         if given.keys() != task.gives:
             raise DataError(f"task {task.name!r} gives {sorted(task.gives)}; found {sorted(given)}.")
         if not given:
@@ -260,7 +275,8 @@ class TransferQueue(ABC):
                 self._ack(lease, late)
                 return
 
-    def finish(self, task: str, prompt_uids: Sequence[str]) -> None:
+    @converts_arguments
+    def finish(self, task: str, prompt_uids: Iterable[str]) -> None:
         """Ack groups by name, all or none, that were leased and released before: work that counts later than it reads.
 
         Raises:
@@ -270,6 +286,7 @@ class TransferQueue(ABC):
         number = -1 - (uuid.uuid4().int >> 66)  # of 62 bits, and no lease's
         self._call(Finish(task, names_of(prompt_uids), number))
 
+    @converts_arguments
     def release(self, lease: Lease | Claim) -> None:
         """Give the groups back undone; nothing happens when the lease is outdated."""
         with contextlib.suppress(errors.NotReadyError):  # closed: nobody holds anything
@@ -387,49 +404,6 @@ class TransferQueue(ABC):
         if not isinstance(reply, kind):
             raise errors.RoleError(f"the queue's server answered {type(reply).__name__} instead of {kind.__name__}.")
         return reply
-
-
-def _asked(task: str, groups: int | None, prompts: Sequence[str] | None) -> tuple[int, list[str]]:
-    """How many groups a lease asks for, and the prompts that it names.
-
-    Raises:
-        DataError: It asks for nothing, or for both, or is a producer's.
-    """
-    if (groups is None) == (prompts is None) or task == GENERATE:
-        raise DataError(f"a lease is of groups or of prompts of a task; found {groups=}, {prompts=} of {task!r}.")
-    named = [] if prompts is None else names_of(prompts)
-    return (len(named) if groups is None else whole(groups, "groups")), named
-
-
-def names_of(prompts: Sequence[str]) -> list[str]:
-    """Uids of prompts.
-
-    Raises:
-        DataError: They are something else, such as one text or the prompts themselves.
-    """
-    if isinstance(prompts, str) or not all(isinstance(uid, str) for uid in prompts):
-        raise DataError(f"prompts are named by a list of their uids; found {prompts!r}.")
-    return [str(uid) for uid in prompts]
-
-
-def whole(value: Any, name: str) -> int:
-    """A whole number that fits 63 bits, of any integer type.
-
-    Raises:
-        DataError: It is none.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise DataError(f"{name} must be a whole number; found {value!r}.") from None
-    if not -(1 << 62) < number < 1 << 62:
-        raise DataError(f"{name} must be a number of 63 bits; found {number}.")
-    return number
-
-
-def stored(reason: str) -> str:
-    """A reason as text that can be stored, whatever an error message brought."""
-    return encodable(str(reason)) or "no reason"
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rl_core.annotation_rules import expect, several
 from rl_core.data.columns import BUILT_IN, column_spec
 from rl_core.errors import SettingsError
 from rl_core.queue.interface import QueueOptions, TaskSpec
@@ -25,11 +26,11 @@ def check_tasks(tasks: Sequence[TaskSpec]) -> None:
     """Refuse tasks that share a name, and those that would wait for ever.
 
     Raises:
-        DataError: A task names a column that is not in the table of columns.
+        DataError: They are no list of tasks, or one names a column that is not in the table of columns.
         SettingsError: Two tasks share a name, or one needs a column that neither rollouts nor tasks before it
             give.
     """
-    names = [task.name for task in tasks]
+    names = [task.name for task in several(tasks, TaskSpec, "tasks")]
     if len(set(names)) != len(names):
         raise SettingsError(f"each task needs a name of its own; found {names}.")
     if not names or not all(names):
@@ -60,7 +61,8 @@ def checked_options(tasks: Sequence[TaskSpec], options: QueueOptions | None) -> 
         SettingsError: Likewise, or a bound is below 1.
     """
     check_tasks(tasks)
-    options = options or QueueOptions()
+    options = QueueOptions() if options is None else options
+    expect(options, "options", QueueOptions)
     for name in ("capacity_rows", "capacity_bytes"):
         found = getattr(options, name)
         if found is not None and found < 1:

@@ -205,15 +205,15 @@ class CallChecks(QueueChecks):
             queue.ack(lease, {"teacher_logprobs": good})
         with refuses(DataError, "reference_logprobs", "'p0'", "token 0", "finite"):
             queue.ack(lease, {"reference_logprobs": Ragged(np.full_like(good.values, np.nan), good.offsets)})
-        with refuses(ShapeError, "float32", "float64"):
-            queue.ack(lease, {"reference_logprobs": Ragged(good.values.astype(np.float64), good.offsets)})
+        with refuses(ShapeError, "float32 cannot hold"):
+            queue.ack(lease, {"reference_logprobs": Ragged(np.full(len(good.values), -1e300), good.offsets)})
         with refuses(ShapeError, "2 rows", "found 1"):
             queue.ack(lease, {"reference_logprobs": good.select([0])})
         with refuses(ShapeError, "row 0", "5 tokens", "found 4"):
             shifted = Ragged(good.values, np.asarray([0, 4, 10]))
             queue.ack(lease, {"reference_logprobs": shifted})
         assert queue.ledger()[0].acked_by == frozenset()
-        queue.ack(lease, {"reference_logprobs": good})
+        queue.ack(lease, {"reference_logprobs": Ragged(good.values.astype(np.float64), good.offsets)})
         assert queue.ledger()[0].acked_by == {"reference"}
 
     def test_stale_groups_are_dropped_instead_of_leased(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.errors import NotReadyError
 from rl_core.files.locked_folders import locked_folder, remove_unlocked_folders
+from rl_core.record_fields import converts_arguments
 from rl_core.weights.update import WeightUpdate, digest_tensors
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class SharedFileTransport:
     Its folder is locked as long as its process lives, so that the next transport can remove what a killed one left.
     """
 
+    @converts_arguments
     def __init__(self, directory: Path | None = None) -> None:
         """Make a private folder for the file.
 

@@ -17,6 +17,7 @@ import structlog
 from rl_core.data import Json
 from rl_core.errors import CheckpointError, DeadlineError, SettingsError
 from rl_core.files import shown, sync_file, sync_folder, write_durably
+from rl_core.record_fields import converts_arguments
 from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.plain_files import file_crc32c, read_json_object
 from rl_distill.daemon_thread import in_daemon_thread
@@ -52,6 +53,7 @@ class Saved:
 class CheckpointStore:
     """The checkpoints of one run. One caller at a time; one process at a time."""
 
+    @converts_arguments
     def __init__(self, directory: Path, *, keep: int, on_saved: Callable[[Saved], None] | None = None) -> None:
         """Name the folder; nothing is written yet.
 
@@ -224,6 +226,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+@converts_arguments
 def verify_checkpoint(folder: Path) -> None:
     """Check every file against the manifest.
 
@@ -242,6 +245,7 @@ def verify_checkpoint(folder: Path) -> None:
             raise CheckpointError(f"{file} is damaged: its checksum is not the one in the manifest.")
 
 
+@converts_arguments
 def read_state(folder: Path) -> dict[str, Any]:
     """The trainer's state of a verified checkpoint.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl_core.data import Batch, Ragged, token_positions
 from rl_core.errors import CheckpointError
+from rl_core.record_fields import converts_arguments
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
     critic_shapes,
@@ -226,6 +227,7 @@ class TrainedModel(RankedModel):
             weights[piece.name][place] = piece.tensor
         return {name: weights[name] for name in self._shapes()}
 
+    @converts_arguments
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
         """Write a checkpoint into an empty directory: see `rl_distill.learner.Learner`."""
         check_open(self._is_open)
@@ -236,6 +238,7 @@ class TrainedModel(RankedModel):
             pending.wait()
         return pending
 
+    @converts_arguments
     def load(self, directory: Path) -> None:
         """Continue from `save`, under whatever layout it was written.
 
@@ -287,6 +290,7 @@ class MegatronLearner(TrainedModel):
             batch, objective, temperature=temperature, with_entropy=with_entropy, with_tokens=with_tokens
         )
 
+    @converts_arguments
     def load_teacher_heads(self, folders: Sequence[Path]) -> None:
         """Read the teachers' output matrices, for objectives that compare whole distributions.
 

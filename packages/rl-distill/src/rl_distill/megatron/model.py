@@ -16,7 +16,8 @@ from rl_distill.megatron.model_spec import block_spec
 from rl_distill.megatron.rank_pack import PlacedPack
 from rl_distill.objectives.chunked_head import chunked_head_divergence
 from rl_distill.objectives.comparison import MEASURED, WEIGHTED, Comparison
-from rl_distill.objectives.logit_divergence import LogitDivergence, TeacherTokens
+from rl_distill.objectives.logit_divergence import LogitDivergence
+from rl_distill.objectives.teacher_tokens import TeacherTokens
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
 from rl_distill.objectives.vocabulary_parts import VocabularyPart, likeliest
 from rl_distill.policy_config import PolicyConfig

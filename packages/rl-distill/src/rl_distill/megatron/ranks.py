@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleContext, RoleSpec, process_stacks
 from rl_core.errors import NotReadyError, SettingsError
+from rl_core.record_fields import converts_arguments
 from rl_distill.checkpoints.torch_dist import Written
 from rl_distill.megatron.host import RankHost
 from rl_distill.megatron.parallel import Place
@@ -109,6 +110,7 @@ class LearnerRanks:
             return [getattr(self._host, method)(*arguments[0])]
         return self._together(lambda ranks: ranks.call_each(method, arguments, deadline_s=self._call_deadline_s))
 
+    @converts_arguments
     def finish_save(self, directory: Path) -> list[Written]:
         """What each rank wrote into a directory, when it has; training goes on meanwhile."""
         if self._host is not None:

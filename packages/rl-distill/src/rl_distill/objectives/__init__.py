@@ -29,7 +29,7 @@ from rl_distill.objectives.distillation import (
 from rl_distill.objectives.divergences import DivergenceOptions
 from rl_distill.objectives.kl import KL_ESTIMATORS
 from rl_distill.objectives.kl_control import AdaptiveKL
-from rl_distill.objectives.logit_divergence import LogitDivergence, TeacherTokens
+from rl_distill.objectives.logit_divergence import LogitDivergence
 from rl_distill.objectives.policy import (
     PolicyObjective,
     PolicyObjectiveOptions,
@@ -44,6 +44,7 @@ from rl_distill.objectives.rejection import REJECTION_CRITERIA, rejection_limits
 from rl_distill.objectives.rewarded_rows import RewardedRows
 from rl_distill.objectives.selection import TokenSelection, selects_with
 from rl_distill.objectives.sessions import SESSION_RULES, SessionCredit, SessionRows
+from rl_distill.objectives.teacher_tokens import TeacherTokens
 from rl_distill.objectives.try_out import try_advantage
 from rl_distill.objectives.value import value_objective
 from rl_distill.objectives.vocabulary_parts import VocabularyPart

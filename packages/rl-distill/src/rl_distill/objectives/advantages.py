@@ -11,6 +11,7 @@ arXiv:2504.02546; pass@k, Tang et al. 2025, arXiv:2503.19595.
 import torch
 from torch import Tensor
 
+from rl_core.record_fields import converts_arguments
 from rl_distill.objectives.option_rules import Addend, checked
 from rl_distill.objectives.rewarded_rows import RewardedRows, session_advantages, spread_units, units_of
 from rl_distill.objectives.shapes import check_rows
@@ -22,16 +23,19 @@ def grpo(rows: RewardedRows, *, eps: Addend = 1e-6) -> dict[str, Tensor]:
     return {"advantages": session_advantages(rows, lambda rewards, group: grpo_advantages(rewards, group, eps=eps))}
 
 
+@converts_arguments
 def dr_grpo(rows: RewardedRows) -> dict[str, Tensor]:
     """Dr. GRPO: `dr_grpo_advantages` of each session, on all of its trained tokens."""
     return {"advantages": session_advantages(rows, dr_grpo_advantages)}
 
 
+@converts_arguments
 def rloo(rows: RewardedRows) -> dict[str, Tensor]:
     """RLOO: `rloo_advantages` of each session, on all of its trained tokens."""
     return {"advantages": session_advantages(rows, rloo_advantages)}
 
 
+@converts_arguments
 def opo(rows: RewardedRows) -> dict[str, Tensor]:
     """OPO: `opo_advantages` of each session, on all of its trained tokens."""
     units = units_of(rows)
@@ -79,11 +83,13 @@ def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: Addend = 1e-6) -> Te
     return (centered / _scales(centered, index, eps=eps)[index]).to(_dtype(rewards))
 
 
+@converts_arguments
 def dr_grpo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     """Rewards centered within their group; arguments and result as `grpo_advantages`."""
     return _centered(rewards, group)[0].to(_dtype(rewards))
 
 
+@converts_arguments
 def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     """Rewards less the mean of the others in their group; arguments and result as `grpo_advantages`."""
     centered, index = _centered(rewards, group)
@@ -92,6 +98,7 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     return (centered * (sizes / (sizes - 1).clamp(min=1))[index]).to(_dtype(rewards))
 
 
+@converts_arguments
 def opo_advantages(rewards: Tensor, group: Tensor, num_tokens: Tensor) -> Tensor:
     """Rewards less their group's mean weighted by length, the baseline of least variance when gradients grow so.
 

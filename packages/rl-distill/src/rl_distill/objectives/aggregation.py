@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import SettingsError
+from rl_core.record_fields import converts_arguments
 from rl_core.registry import Registry
 from rl_distill.objectives.option_rules import checked, whole_number
 from rl_distill.objectives.ragged import padded_offsets, row_counts, spread_rows
@@ -94,6 +95,7 @@ def token_weights(loss_mask: Tensor, offsets: Tensor, *, row_weights: RowWeights
     return torch.where(loss_mask, spread_rows(of_rows, offsets, num_tokens=num_tokens), 0.0)
 
 
+@converts_arguments
 def aggregate(
     values: Tensor,
     loss_mask: Tensor,

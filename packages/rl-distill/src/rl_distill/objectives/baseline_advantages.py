@@ -6,6 +6,7 @@ Source: GAE, Schulman et al. 2015, arXiv:1506.02438; ReMax, Li et al. 2023, arXi
 import torch
 from torch import Tensor
 
+from rl_core.record_fields import converts_arguments
 from rl_distill.objectives.option_rules import UnitInterval, checked
 from rl_distill.objectives.ragged import discounted_sums, next_values
 from rl_distill.objectives.rewarded_rows import RewardedRows, episodes_of, spread_units, units_of, unmasked
@@ -44,6 +45,7 @@ def gae(
     return {"advantages": unmasked(advantages * share, rows), "returns": unmasked(returns, rows)}
 
 
+@converts_arguments
 def remax(rows: RewardedRows) -> dict[str, Tensor]:
     """ReMax: reward less that of the greedy response to the same prompt.
 

@@ -8,6 +8,7 @@ import torch
 
 from rl_core.data import Batch, Column, ColumnSpec, Ragged, column_spec, declare_column
 from rl_core.errors import DataError
+from rl_core.record_fields import converts_arguments
 from rl_distill.objectives.aggregation import AGGREGATIONS, Horizon, token_weights
 from rl_distill.objectives.correction import CorrectionLevel, WeightCap, WeightFloor, banded_weights, truncated_weights
 from rl_distill.objectives.kl import KL_ESTIMATORS
@@ -24,6 +25,7 @@ SampledLogprobs = Literal["old_logprobs", "rollout_logprobs"]
 """Column of the sampling policy's logprobs: the learner's before the update, or the engine's."""
 
 
+@converts_arguments
 def with_advantages(
     batch: Batch, *, advantage: str = "grpo", options: Mapping[str, Any] | None = None, session_rule: str = "last"
 ) -> Batch:
@@ -57,6 +59,7 @@ def with_advantages(
     return batch.with_columns({name: _ragged_like(mask, values) for name, values in columns.items()})
 
 
+@converts_arguments
 def with_reward_components(batch: Batch, components: Sequence[Mapping[str, float]]) -> Batch:
     """Add a row column `reward/NAME` for each named component of the reward, as GDPO compares them.
 
@@ -125,6 +128,7 @@ def mean_reference_kl(
     return float(kl[batch.tensor("loss_mask")].double().mean())
 
 
+@converts_arguments
 def with_token_selection(
     batch: Batch, *, select: TokenSelection, policy_logprobs: SampledLogprobs = "old_logprobs"
 ) -> Batch:
@@ -199,6 +203,7 @@ def correction_weight_metrics(
     return {name: float(value) for name, value in metrics.items()}
 
 
+@converts_arguments
 def with_rejection(batch: Batch, *, bounds: Mapping[str, Bound]) -> tuple[Batch, dict[str, float]]:
     """Take the tokens on which engine and learner differ too much out of `loss_mask`.
 
@@ -241,4 +246,4 @@ def _is_of_numbers(column: Column) -> bool:
 
 
 def _ragged_like(mask: Ragged, values: torch.Tensor) -> Ragged:
-    return Ragged(values.numpy().astype(np.float32, copy=False), mask.offsets)
+    return Ragged(values, mask.offsets)  # converted where it becomes a column

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.errors import NotReadyError, ShapeError
+from rl_core.record_fields import converts_arguments
 from rl_distill.objectives.logit_divergence import (
     MEASURES,
     LogitDivergence,
-    TeacherTokens,
     TokenComparison,
-    check_sampled_tokens,
 )
+from rl_distill.objectives.teacher_tokens import TeacherTokens, check_sampled_tokens
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
 
 CHUNK_LOGITS = 2**26
@@ -122,6 +122,7 @@ def _of_targets(logits: Tensor, targets: Tensor, work: _Work) -> tuple[Tensor, T
     return logprobs, entropy
 
 
+@converts_arguments
 def chunked_head_divergence(
     hidden: Tensor,
     weight: Tensor,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rl_core.data import Batch, Ragged
 from rl_core.errors import SettingsError
+from rl_core.record_fields import converts_arguments
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.metric_sums import metric_totals, metric_values
 from rl_distill.objectives.batch_columns import SampledLogprobs
@@ -22,11 +23,12 @@ from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Compari
 from rl_distill.objectives.divergences import DivergenceKind, DivergenceOptions, Tail, clamped
 from rl_distill.objectives.kl import KLEstimator, absolute, k1, k2, straight_through
 from rl_distill.objectives.log_ratios import excess
-from rl_distill.objectives.logit_divergence import MEASURES, check_sampled_tokens
+from rl_distill.objectives.logit_divergence import MEASURES
 from rl_distill.objectives.micro_columns import masked, needed_column
 from rl_distill.objectives.mismatch import mismatch_sums
 from rl_distill.objectives.option_rules import check_fields, number
 from rl_distill.objectives.policy import PolicyObjective
+from rl_distill.objectives.teacher_tokens import check_sampled_tokens
 
 DistillationLoss = Literal["forward_kl", "reverse_kl", "js", "uld", "k1", "abs", "k2", "k3", "nll"]
 
@@ -237,6 +239,7 @@ def distillation_sums(
     return sums
 
 
+@converts_arguments
 def with_distillation_advantages(
     batch: Batch,
     *,

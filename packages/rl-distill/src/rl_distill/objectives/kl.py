@@ -16,6 +16,7 @@ from functools import partial
 from torch import Tensor
 
 from rl_core.errors import ShapeError
+from rl_core.record_fields import converts_arguments
 from rl_core.registry import Registry
 from rl_distill.objectives.log_ratios import bounded, excess
 
@@ -26,30 +27,35 @@ K3_BOUND = 10.0
 """k3 is clamped to this, so that one far token does not outweigh the batch; beyond it the gradient is 0."""
 
 
+@converts_arguments
 def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """log(policy / reference): unbiased, of either sign."""
     _check(policy_logprobs, reference_logprobs)
     return policy_logprobs - reference_logprobs
 
 
+@converts_arguments
 def absolute(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """|log(policy / reference)|: a distance, no estimate of the KL."""
     _check(policy_logprobs, reference_logprobs)
     return (policy_logprobs - reference_logprobs).abs()
 
 
+@converts_arguments
 def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Half the squared log ratio: biased, its gradient is the KL's."""
     _check(policy_logprobs, reference_logprobs)
     return 0.5 * (policy_logprobs - reference_logprobs).square()
 
 
+@converts_arguments
 def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """With r = reference / policy, r - 1 - log r: unbiased, never negative, at most `K3_BOUND`."""
     _check(policy_logprobs, reference_logprobs)
     return excess(bounded(reference_logprobs - policy_logprobs)).clamp(max=K3_BOUND)
 
 
+@converts_arguments
 def straight_through(policy_logprobs: Tensor, reference_logprobs: Tensor, *, estimator: KLEstimator) -> Tensor:
     """The value of one estimator with the gradient of k2."""
     gradient = k2(policy_logprobs, reference_logprobs)

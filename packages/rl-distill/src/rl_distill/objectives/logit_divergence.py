@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import DataError, ShapeError
-from rl_core.record_fields import record
-from rl_distill.learner import MicroBatch
+from rl_core.record_fields import converts_arguments
 from rl_distill.objectives.divergences import (
     DivergenceOptions,
     TokenDivergence,
@@ -17,7 +16,7 @@ from rl_distill.objectives.divergences import (
     divergence_terms,
     top_k_divergence,
 )
-from rl_distill.objectives.micro_columns import needed_column
+from rl_distill.objectives.teacher_tokens import TeacherTokens, refuse_top_k_alone
 from rl_distill.objectives.vocabulary_parts import (
     VocabularyPart,
     all_logprobs,
@@ -26,74 +25,6 @@ from rl_distill.objectives.vocabulary_parts import (
     take_top_k,
     top_k_logprobs,
 )
-
-
-@record
-class TeacherTokens:
-    """What teachers said of M tokens.
-
-    Attributes:
-        logprobs: [M, K + 1], of the token itself and of the teacher's K likeliest, falling.
-        ids: [M, K + 1] int64 tokens of these; -1 for none.
-        index: [M] int64, which teacher; -1 where none scored the token, which then counts for nothing.
-        hidden: [M, H] the teacher's hidden states, for its whole distribution; None without.
-    """
-
-    logprobs: Tensor
-    ids: Tensor
-    index: Tensor
-    hidden: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        """Check the shapes.
-
-        Raises:
-            ShapeError: They do not fit.
-        """
-        shape = self.ids.shape
-        if len(shape) != 2 or shape[1] < 1 or self.logprobs.shape != shape or self.index.shape != shape[:1]:
-            raise ShapeError(
-                "a teacher's ids and logprobs must be [M, K + 1] and its index [M]; found "
-                f"{list(shape)}, {list(self.logprobs.shape)} and {list(self.index.shape)}."
-            )
-
-    @classmethod
-    def from_top_k(
-        cls,
-        ids: Tensor,
-        logprobs: Tensor,
-        *,
-        sampled: tuple[Tensor, Tensor] | None = None,
-        index: Tensor | None = None,
-        hidden: Tensor | None = None,
-    ) -> "TeacherTokens":
-        """The same from the K likeliest tokens, and apart from them the token that was sampled.
-
-        Args:
-            ids: [M, K] integers, the likeliest first.
-            logprobs: [M, K] of these.
-            sampled: [M] the tokens themselves, and [M] the teacher's logprobs of them; the divergences need neither.
-            index: [M] which teacher; None for a single one that scored them all.
-            hidden: [M, H].
-
-        Raises:
-            ShapeError: They do not fit.
-        """
-        tokens, own = (torch.full_like(ids[:, 0], -1), torch.zeros_like(logprobs[:, 0])) if sampled is None else sampled
-        return cls(
-            ids=torch.cat([tokens.unsqueeze(-1), ids], -1).long(),
-            logprobs=torch.cat([own.unsqueeze(-1), logprobs], -1),
-            index=torch.zeros_like(tokens) if index is None else index,
-            hidden=hidden,
-        )
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def select(self, rows: Tensor | slice) -> "TeacherTokens":
-        """Those of some tokens."""
-        hidden = None if self.hidden is None else self.hidden[rows]
-        return TeacherTokens(logprobs=self.logprobs[rows], ids=self.ids[rows], index=self.index[rows], hidden=hidden)
 
 
 class TokenComparison(NamedTuple):
@@ -133,12 +64,6 @@ vocabulary half."""
 
 MEASURES = TokenComparison._fields
 
-AGREEMENT = 1e-2
-"""How far two logprobs of one token may be apart."""
-
-BUILD = "Give the top K without it to `TeacherTokens.from_top_k`, or score the tokens themselves too."
-"""In messages."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitDivergence:
@@ -154,6 +79,7 @@ class LogitDivergence:
     part: VocabularyPart
     heads: Sequence[Tensor] = field(default=())
 
+    @converts_arguments
     def __call__(self, logits: Tensor, teacher: TeacherTokens) -> TokenComparison:
         """Compare a student with its teachers.
 
@@ -162,7 +88,8 @@ class LogitDivergence:
             teacher: Of the same tokens.
 
         Raises:
-            DataError: The teachers gave no likeliest tokens, or no hidden states, and they are needed.
+            DataError: The teachers gave no likeliest tokens, or no hidden states, and they are needed; or, on a CPU,
+                tokens that the vocabulary has not.
             ShapeError: The shapes do not fit.
         """
         best = self._checked(logits, teacher)
@@ -172,6 +99,7 @@ class LogitDivergence:
         log_q, log_tail = top_k_logprobs(logits, ids, part=self.part, temperature=self.options.temperature)
         return _measured_on_top_k(self._on_top_k(log_q, log_tail, teacher), log_q, teacher, best)
 
+    @converts_arguments
     def with_gradient(self, logits: Tensor, teacher: TeacherTokens, weights: Tensor) -> tuple[TokenComparison, Tensor]:
         """Compare, and differentiate the sum of weights * losses, in the logits' own place where that can be.
 
@@ -212,10 +140,15 @@ class LogitDivergence:
 
     def _checked(self, logits: Tensor, teacher: TeacherTokens) -> Tensor:
         """[M, K] the student's likeliest tokens."""
-        if len(logits) != len(teacher):
-            raise ShapeError(f"logits and teacher must be of equally many tokens; found {len(logits)}, {len(teacher)}.")
+        if logits.ndim != 2 or len(logits) != len(teacher):
+            raise ShapeError(
+                f"logits must be [M, V] of the teacher's M = {len(teacher)} tokens; found {list(logits.shape)}. "
+                "Of padded rows give those of the mask, `logits[mask]`."
+            )
         if self.options.kind != "uld" and logits.device.type == "cpu":  # on a GPU it would stop the device
-            _refuse_top_k_alone(teacher)
+            refuse_top_k_alone(teacher)
+            if self.options.distribution == "top_k":
+                _refuse_unknown_tokens(teacher, self.part.size)
         is_full = self.options.distribution == "full"
         k = min(OVERLAP_OF_ALL, max(1, self.part.size // 2)) if is_full else teacher.ids.shape[1] - 1
         if not k:
@@ -273,59 +206,13 @@ class LogitDivergence:
         return logits
 
 
-def teacher_tokens(micro: MicroBatch, tokens: Tensor | None = None) -> TeacherTokens:
-    """What teachers said of tokens of a micro-batch.
-
-    Args:
-        micro: With their columns.
-        tokens: [M] int64 which; all without.
-
-    Raises:
-        DataError: A column is missing.
-    """
-    who = "a comparison with teachers"
-    rows: Tensor | slice = slice(None) if tokens is None else tokens
-    logprobs, ids, index = (
-        needed_column(micro, name, who=who)[rows] for name in ("teacher_logprobs", "teacher_ids", "teacher_index")
-    )
-    check_sampled_tokens(ids[:, 0], micro.input_ids[rows], (index >= 0) & (ids[:, 0] >= 0))
-    hidden = micro.columns.get("teacher_hidden")
-    return TeacherTokens(logprobs=logprobs, ids=ids, index=index, hidden=None if hidden is None else hidden[rows])
-
-
-def check_sampled_tokens(ids: Tensor, sampled: Tensor, is_scored: Tensor) -> None:
-    """Refuse what a teacher says of other tokens than those that were sampled.
-
-    Args:
-        ids: [M] the tokens that its first column names.
-        sampled: [M] the tokens themselves.
-        is_scored: [M] bool, where it is compared.
-
-    Raises:
-        DataError: They differ.
-    """
-    is_wrong = (ids != sampled) & is_scored
+def _refuse_unknown_tokens(teacher: TeacherTokens, num_tokens: int) -> None:
+    is_wrong = (teacher.ids >= num_tokens).any(-1) & (teacher.index >= 0)
     if bool(is_wrong.any()):
         at = int(is_wrong.nonzero()[0])
         raise DataError(
-            f"the first column of a teacher's ids must be the sampled token, with the K likeliest behind it; found id "
-            f"{int(ids[at])} at token {at}, which is {int(sampled[at])}, and {int(is_wrong.sum())} such tokens. {BUILD}"
-        )
-
-
-def _refuse_top_k_alone(teacher: TeacherTokens) -> None:
-    """Refuse a first column that would be the likeliest itself, and is not the second: the top K without the token."""
-    if teacher.ids.shape[1] < 2:
-        return
-    ids, logprobs = teacher.ids, teacher.logprobs
-    is_given = (teacher.index >= 0) & (ids[:, :2] >= 0).all(-1)
-    is_wrong = is_given & (ids[:, 0] != ids[:, 1]) & (logprobs[:, 0] > logprobs[:, 1] + AGREEMENT)
-    if bool(is_wrong.any()):
-        at = int(is_wrong.nonzero()[0])
-        raise DataError(
-            "the first column of a teacher's logprobs must be the sampled token's, with the K likeliest behind it; "
-            f"found at token {at} first id {int(ids[at, 0])}, with {float(logprobs[at, 0]):.3g} likelier than the "
-            f"likeliest, id {int(ids[at, 1])} with {float(logprobs[at, 1]):.3g}. {BUILD}"
+            f"a teacher's ids must be below {num_tokens}, the student's vocabulary; found {int(teacher.ids[at].max())} "
+            f'at token {at}, and {int(is_wrong.sum())} such tokens. For another vocabulary there is kind = "uld".'
         )
 
 

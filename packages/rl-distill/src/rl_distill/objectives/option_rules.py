@@ -20,6 +20,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from rl_core.errors import SettingsError
+from rl_core.record_fields import converts_arguments
 
 __all__ = ["OptionRule", "checked", "number", "whole_number"]
 
@@ -172,13 +173,14 @@ def declared_options(function: Callable[..., Any]) -> DeclaredOptions:
 
 
 def checked(function: FunctionT) -> FunctionT:
-    """The function, which refuses impossible options of its own at every call."""
+    """The function, which refuses impossible options of its own at every call, and converts its other arguments."""
     declared, name = declared_options(function), function.__name__
+    converting = converts_arguments(function)
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         declared.check(options, owner=name)
-        return function(*arguments, **options)
+        return converting(*arguments, **options)
 
     return cast(FunctionT, call)
 

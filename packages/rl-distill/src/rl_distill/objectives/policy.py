@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import SettingsError
+from rl_core.record_fields import converts_arguments
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.objectives.aggregation import Horizon, aggregate
 from rl_distill.objectives.correction import WeightCap, truncated_weights
@@ -197,6 +198,7 @@ def bound_policy_loss(options: PolicyObjectiveOptions) -> BoundPolicyLoss:
     return policy_loss_with_options(options.policy_loss, {**clips, **options.policy_loss_options})
 
 
+@converts_arguments
 def compute_policy_loss(
     tokens: PolicyTokens,
     policy_loss: str = "ppo_clip",

@@ -14,7 +14,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from rl_core.record_fields import record
+from rl_core.record_fields import converts_arguments, record
 from rl_distill.objectives.log_ratios import bounded
 from rl_distill.objectives.option_rules import checked, number
 from rl_distill.objectives.ragged import padded_offsets
@@ -66,6 +66,7 @@ class PolicyTokens:
             object.__setattr__(self, name, blanked if name == "policy_logprobs" else blanked.detach())
 
     @classmethod
+    @converts_arguments
     def from_padded(
         cls,
         policy_logprobs: Tensor,

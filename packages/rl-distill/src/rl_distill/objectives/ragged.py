@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from rl_core.record_fields import converts_arguments
+
 
 def padded_offsets(padded: Tensor) -> Tensor:
     """[B + 1] int64 offsets of the rows of [B, T], which lie end to end when they are flattened, padding included."""
@@ -41,6 +43,7 @@ def row_counts(mask: Tensor, offsets: Tensor) -> Tensor:
     return row_sums(mask.to(torch.int64), offsets)
 
 
+@converts_arguments
 def spread_rows(row_values: Tensor, offsets: Tensor, *, num_tokens: int) -> Tensor:
     """[T] value of each token's row, from [N]."""
     return row_values[row_index(offsets, num_tokens=num_tokens)]

@@ -37,13 +37,7 @@ def check_padded(tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         ShapeError: One of them is not [B, T].
     """
-    first, reference = next(iter(tensors.items()))
-    for name, tensor in tensors.items():
-        if tensor.ndim != 2 or tensor.shape != reference.shape:
-            raise ShapeError(
-                f"{name} must have shape [B, T], as {first} has; found {list(tensor.shape)} beside "
-                f"{list(reference.shape)}. Give rows that are padded to one length."
-            )
+    _check_alike(tensors, "[B, T]", "Give rows that are padded to one length.")
 
 
 def check_rows(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -52,12 +46,18 @@ def check_rows(tensors: Mapping[str, torch.Tensor]) -> int:
     Raises:
         ShapeError: One of them is not [N].
     """
+    return _check_alike(tensors, "[N]", "Give one value for each trajectory.")
+
+
+def _check_alike(tensors: Mapping[str, torch.Tensor], axes: str, advice: str) -> int:
     first, reference = next(iter(tensors.items()))
+    if reference.ndim != len(axes.split(",")):
+        raise ShapeError(f"{first} must have shape {axes}; found {list(reference.shape)}. {advice}")
     for name, tensor in tensors.items():
-        if tensor.ndim != 1 or len(tensor) != reference.shape[0]:
+        if tensor.shape != reference.shape:
             raise ShapeError(
-                f"{name} must have shape [N], as {first} has; found {list(tensor.shape)} beside "
-                f"{list(reference.shape)}. Give one value for each trajectory."
+                f"{name} must have shape {axes}, as {first} has; found {list(tensor.shape)} beside "
+                f"{list(reference.shape)}. {advice}"
             )
     return len(reference)
 

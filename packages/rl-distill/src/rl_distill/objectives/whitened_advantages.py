@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import DataError
+from rl_core.record_fields import converts_arguments
 from rl_distill.objectives.advantages import dr_grpo_advantages, grpo_advantages
 from rl_distill.objectives.option_rules import Addend, OptionRule, UnitInterval, checked, is_number
 from rl_distill.objectives.ragged import discounted_sums, spread_rows
@@ -55,6 +56,7 @@ def reinforce_plus_plus(rows: RewardedRows, *, gamma: UnitInterval = 1.0) -> dic
     return {"advantages": unmasked(whitened * share, rows), "returns": unmasked(returns, rows)}
 
 
+@converts_arguments
 def reinforce_plus_plus_baseline(rows: RewardedRows) -> dict[str, Tensor]:
     """REINFORCE++ with the group's mean as baseline, whitened over the batch."""
     units = units_of(rows)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from rl_core.data import BoolArray, FloatArray, IntArray
 from rl_core.errors import DataError, ShapeError
+from rl_core.record_fields import converts_arguments
 from rl_distill.teacher.alignment import Piece, Span, align_spans
 from rl_distill.teacher.scores import NO_TOKEN, TeacherRow, TeacherScores
 from rl_distill.teacher.tokenizer_rules import token_bytes
@@ -45,6 +46,7 @@ class TokenPieces:
     begin_ids: tuple[int, ...] = ()
 
 
+@converts_arguments
 def read_pieces(folder: Path, *, end_ids: Sequence[int], begin_ids: Sequence[int] = ()) -> TokenPieces:
     """What the tokens of a model folder's tokenizer stand for.
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from rl_core.cluster import ClusterOptions, ResourcePool
 from rl_core.data import Batch, Ragged, RowKey
 from rl_core.errors import EngineDiedError, NotReadyError, RLError
+from rl_core.record_fields import converts_arguments
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.teacher import MegatronTeacherModel
 from rl_distill.options import LearnerOptions, ParallelOptions
@@ -53,6 +54,7 @@ class MegatronReplica:
     at_once = 1
     can_sleep = True
 
+    @converts_arguments
     def __init__(self, model: Path, place: MegatronPlace) -> None:
         """Choose a model; `start` starts its ranks."""
         self._folder = model

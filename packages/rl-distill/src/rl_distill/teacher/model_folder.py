@@ -6,12 +6,14 @@ from pathlib import Path
 
 from rl_core.errors import SettingsError
 from rl_core.files import open_plain, read_json_object, read_plain, read_safetensors_header
+from rl_core.record_fields import converts_arguments
 from rl_distill.teacher.protocol import TeacherTraits
 
 SAMPLE_BYTES = 4096
 MAX_CONFIG_BYTES = 1 << 26
 
 
+@converts_arguments
 def model_fingerprint(folder: Path) -> str:
     """Hex digest of a model folder's configuration, and of each tensor's name, form, and three samples of its bytes.
 
@@ -55,6 +57,7 @@ def _tensors(file: Path) -> dict[str, bytes]:
     return found
 
 
+@converts_arguments
 def model_traits(folder: Path) -> TeacherTraits:
     """Read what a folder's `config.json` says.
 

@@ -14,7 +14,7 @@ import structlog
 
 from rl_core.errors import BrokenEntryError, CacheError
 from rl_core.files import remove_unlocked_folders
-from rl_core.record_fields import record
+from rl_core.record_fields import converts_arguments, record
 from rl_distill.teacher.score_entries import (
     WRITING,
     ScoreEntry,
@@ -65,6 +65,7 @@ class ScoreCache:
         failure: Why nothing is stored any more; None while it is.
     """
 
+    @converts_arguments
     def __init__(self, directory: Path, kind: ScoreKind, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
         """Open the folder, and make it where it is not there.
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from rl_core.data import Json
 from rl_core.errors import SettingsError
 from rl_core.files import read_json, shown
+from rl_core.record_fields import converts_arguments
 from rl_distill.teacher.tokenizer_rules import text_rules
 
 TOKENIZER = "tokenizer.json"
@@ -81,6 +82,7 @@ class VocabularyDifference:
         return "; ".join([*parts, *self.rules])
 
 
+@converts_arguments
 def compare_vocabularies(student_folder: Path, teacher_folder: Path) -> VocabularyDifference:
     """Compare what two model folders' tokenizers mean by each id of the first.
 
@@ -103,6 +105,7 @@ def compare_vocabularies(student_folder: Path, teacher_folder: Path) -> Vocabula
     )
 
 
+@converts_arguments
 def check_same_vocabulary(student: Path, teacher: Path, *, teacher_name: str) -> None:
     """Refuse a teacher whose token ids are not the student's.
 

@@ -119,6 +119,9 @@ class MetricTable:
             else:
                 self._plain[metric.name] = metric
 
+    def __repr__(self) -> str:
+        return f"MetricTable({len(self)} metrics)"
+
     def __iter__(self) -> Iterator[Metric]:
         return iter(self._metrics)
 

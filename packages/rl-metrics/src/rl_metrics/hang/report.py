@@ -14,7 +14,7 @@ import msgspec
 from rl_core.cluster import RoleReport, Wait, cut_middle
 from rl_core.errors import DataError
 from rl_core.files import read_plain, write_durably
-from rl_core.record_fields import record
+from rl_core.record_fields import converts_arguments, record
 
 HANG_FILE = "hang.json"
 MAX_GROUPS = 50
@@ -78,6 +78,7 @@ class HangReport:
     format: Literal["rl-hang-1"] = "rl-hang-1"
 
 
+@converts_arguments
 def write_hang_report(path: Path, report: HangReport) -> None:
     """Write a report, cut where it is too long; a reader sees the old file or the new one.
 

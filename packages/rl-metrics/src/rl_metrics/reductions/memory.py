@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rl_core.cluster.processes.guard import descendants
+from rl_core.record_fields import converts_arguments
 
 KIB_PER_GIB = 1024**2
 PROC = Path("/proc")
@@ -15,6 +16,7 @@ MOST_LINES = 20
 """Lines of code that are named, those whose objects take most memory."""
 
 
+@converts_arguments
 def memory_metrics(proc: Path = PROC) -> dict[str, float]:
     """`perf/cpu_memory_used_gb` and `perf/process_memory_gb`; empty where there is no /proc."""
     host = _sizes_kib(proc / "meminfo")

@@ -11,6 +11,7 @@ from typing import Any
 from rl_core.cluster.processes.guard import is_running
 from rl_core.errors import SettingsError
 from rl_core.files import sync_file, sync_folder
+from rl_core.record_fields import converts_arguments
 from rl_metrics.output_file import check_output
 from rl_metrics.report.blobs import BlobSink, page_blobs
 from rl_metrics.report.curves import never_finite, pack_curves
@@ -38,6 +39,7 @@ MAX_TRAJECTORIES = 50_000
 ENDINGS = (".html",)
 
 
+@converts_arguments
 def write_report(runs: Sequence[RunRecord], output: Path, *, max_trajectories: int = MAX_TRAJECTORIES) -> None:
     """Write one HTML file that shows the runs, also ones that are still writing; it appears whole or not at all.
 

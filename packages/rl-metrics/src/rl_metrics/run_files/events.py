@@ -12,6 +12,7 @@ import structlog
 
 from rl_core.data import Json
 from rl_core.errors import DataError
+from rl_core.record_fields import converts_arguments
 from rl_metrics.run_files.json_lines import JsonLinesWriter, read_json_lines
 
 log = structlog.get_logger(__name__)
@@ -38,6 +39,7 @@ class EventLog:
         newest: Of the events that `write` was given, the newest of each name.
     """
 
+    @converts_arguments
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         """Open or create the file; what is in it stays.
 
@@ -106,6 +108,7 @@ class EventLog:
             log.warning("event_log_failed", path=str(self._writer.path), error=str(failed))
 
 
+@converts_arguments
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a run, in order; torn lines are left out."""
     return [row for row in read_json_lines(path) if "event" in row]

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_core.record_fields import converts_arguments
 from rl_metrics.run_files.json_lines import number_or_nan, parse_line
 from rl_metrics.trackers.jsonl import LATE, read_step_lines
 
@@ -43,6 +44,7 @@ class History:
         return self.values.get(name)
 
 
+@converts_arguments
 def read_history(path: Path) -> History:
     """The metrics of a run, also of one that is still writing, with the resume rule of `read_metrics`.
 

@@ -14,6 +14,7 @@ import structlog
 from rl_core.data import Json
 from rl_core.errors import DataError, NotReadyError
 from rl_core.files import require_plain
+from rl_core.record_fields import converts_arguments
 
 log = structlog.get_logger(__name__)
 
@@ -29,6 +30,7 @@ class JsonLinesWriter:
     A torn last line, left by a kill, gets its line end at the first append: it spoils no line but itself.
     """
 
+    @converts_arguments
     def __init__(self, path: Path) -> None:
         """Open or create the file; its folder is made where missing.
 
@@ -81,6 +83,7 @@ class JsonLinesWriter:
             self._file = None
 
 
+@converts_arguments
 def read_json_lines(
     path: Path, *, decode: Callable[[bytes], dict[str, Any] | None] | None = None
 ) -> Iterator[dict[str, Any]]:

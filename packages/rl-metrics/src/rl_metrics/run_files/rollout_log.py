@@ -16,7 +16,7 @@ import structlog
 from rl_core.data import Json
 from rl_core.errors import DataError
 from rl_core.files import open_plain
-from rl_core.record_fields import record
+from rl_core.record_fields import converts_arguments, record
 from rl_metrics.run_files.json_lines import MAX_LINE_BYTES, JsonLinesWriter
 
 log = structlog.get_logger(__name__)
@@ -168,6 +168,7 @@ PLAIN_FIELDS = tuple(
 class RolloutLog:
     """Appends the trajectories of steps to a file."""
 
+    @converts_arguments
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         """Open or create the file; a resumed run goes on behind what is there.
 

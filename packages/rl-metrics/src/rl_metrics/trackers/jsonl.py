@@ -12,6 +12,7 @@ import msgspec
 import structlog
 
 from rl_core.errors import DataError, NotReadyError
+from rl_core.record_fields import converts_arguments
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.run_files.json_lines import JsonLinesWriter, number_or_nan, parse_line, read_json_lines
@@ -82,6 +83,7 @@ class JsonlTracker:
     with whole texts. So are distributions: `{"step": 1, "time": ..., "histograms": {"distribution/reward": {...}}}`.
     """
 
+    @converts_arguments
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         """Open or create the file; a resumed run goes on behind what is there.
 
@@ -219,6 +221,7 @@ def _checked_step(step: SupportsIndex) -> int:
     return number
 
 
+@converts_arguments
 def read_metrics(path: Path, *, with_replaced: bool = False) -> list[MetricRow]:
     """The metrics of a run, also one that is still writing.
 
@@ -243,6 +246,7 @@ def read_metrics(path: Path, *, with_replaced: bool = False) -> list[MetricRow]:
     return rows
 
 
+@converts_arguments
 def read_generations(path: Path, *, with_replaced: bool = False) -> list[GenerationTable]:
     """The tables of samples of a run, also one that is still writing.
 
@@ -268,6 +272,7 @@ def read_generations(path: Path, *, with_replaced: bool = False) -> list[Generat
     return [replace(table, samples=tuple(samples)) for table, samples in tables]
 
 
+@converts_arguments
 def read_histograms(path: Path, *, with_replaced: bool = False) -> list[StepHistograms]:
     """The distributions of a run, also one that is still writing.
 

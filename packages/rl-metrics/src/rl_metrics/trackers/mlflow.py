@@ -16,6 +16,7 @@ import structlog
 from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
 from rl_core.files import read_plain, write_durably
+from rl_core.record_fields import converts_arguments
 from rl_core.secret_settings import hide, redact_option
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
@@ -65,6 +66,7 @@ class MlflowTracker:
     that is repeated; its newest is the last. Of a distribution it gets three quantiles. Names: see `mlflow_name`.
     """
 
+    @converts_arguments
     def __init__(
         self,
         directory: Path,

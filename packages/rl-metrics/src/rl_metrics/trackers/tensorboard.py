@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl_core.errors import MissingExtraError, NotReadyError
+from rl_core.record_fields import converts_arguments
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.text import plain_text
@@ -31,6 +32,7 @@ class TensorBoardTracker:
     What a resumed run writes takes the place of what is there of the first step that it logs, and of later ones.
     """
 
+    @converts_arguments
     def __init__(self, directory: Path) -> None:
         """Begin an event file; a resumed run's stands beside those that are there.
 

@@ -12,6 +12,7 @@ import structlog
 from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
 from rl_core.files import read_plain, write_durably
+from rl_core.record_fields import converts_arguments
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.tables import COLUMNS, table_row
@@ -42,6 +43,7 @@ class WandbTracker:
     32 KiB or so of a launch are in memory alone, and a process that is killed at once loses them.
     """
 
+    @converts_arguments
     def __init__(
         self,
         directory: Path,

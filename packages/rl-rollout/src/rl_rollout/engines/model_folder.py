@@ -5,6 +5,7 @@ from typing import Any
 
 from rl_core.errors import EngineError, RLError
 from rl_core.files import read_json_object, read_safetensors_header, shown
+from rl_core.record_fields import converts_arguments
 
 MAX_SIZES = {
     "num_hidden_layers": 4096,
@@ -64,6 +65,7 @@ def check_config(file: Path, *, error: type[RLError]) -> None:
                 )
 
 
+@converts_arguments
 def end_token_ids(model_dir: Path) -> tuple[int, ...]:
     """Tokens with which the model ends a response: generation_config.json's, else config.json's.
 
@@ -81,6 +83,7 @@ def end_token_ids(model_dir: Path) -> tuple[int, ...]:
     return ()
 
 
+@converts_arguments
 def max_positions(model_dir: Path) -> int:
     """Most tokens that the model's positions allow.
 

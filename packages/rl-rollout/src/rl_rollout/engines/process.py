@@ -30,7 +30,7 @@ from rl_core.errors import (
     RoleError,
     WeightsGoneError,
 )
-from rl_core.record_fields import settings_record
+from rl_core.record_fields import converts_arguments, settings_record
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, TokenScores
@@ -147,6 +147,7 @@ class ProcessEngine(EngineCalls):
         on_restart: Called with the engine of a restarted process before anybody else can ask it: gives it its weights.
     """
 
+    @converts_arguments
     def __init__(
         self, name: str, model_dir: Path, options: object = None, *, host: EnginePlacement | None = None, index: int = 0
     ) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from rl_core.errors import MissingExtraError
+from rl_core.record_fields import converts_arguments
 from rl_rollout.engines.model_folder import require_model_folder
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.stepped import SteppedEngine, Stepper
@@ -17,6 +18,7 @@ class TransformersEngine(SteppedEngine):
     of the event loop. Each draw depends on the sample's seed and the token's position alone.
     """
 
+    @converts_arguments
     def __init__(self, model_dir: Path, options: TransformersOptions | None = None) -> None:
         """Choose a model; `start` loads it.
 

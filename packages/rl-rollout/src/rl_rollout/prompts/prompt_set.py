@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rl_core.data import Json, Prompt, Ragged
 from rl_core.errors import DataError, SettingsError
-from rl_core.record_fields import settings_record
+from rl_core.record_fields import converts_arguments, settings_record
 from rl_rollout.prompts.rows import Rows, open_rows
 from rl_rollout.prompts.schema import Problem, read_problem
 from rl_rollout.prompts.tokenizer import PromptTokenizer
@@ -83,6 +83,9 @@ class PromptSet:
         digest.update(tokens.values.tobytes())
         self.fingerprint = digest.hexdigest()
 
+    def __repr__(self) -> str:
+        return f"PromptSet({len(self)} prompts)"
+
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
@@ -115,6 +118,7 @@ class PromptSet:
         )
 
 
+@converts_arguments
 def load_prompts(files: Sequence[Path], tokenizer: PromptTokenizer, options: PromptOptions) -> PromptSet:
     """Read, check and tokenize every row of the files, in their order.
 

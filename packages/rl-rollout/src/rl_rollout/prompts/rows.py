@@ -9,6 +9,7 @@ from typing import NoReturn
 from rl_core.data import Json
 from rl_core.errors import DataError
 from rl_core.files import count_values, open_plain
+from rl_core.record_fields import converts_arguments
 from rl_rollout.prompts.hf_dataset import is_hf_dataset, read_hf_dataset
 from rl_rollout.prompts.parquet import ParquetTable
 
@@ -36,6 +37,9 @@ class Rows:
         self.path = path
         self._rows = rows
         self._lines = lines
+
+    def __repr__(self) -> str:
+        return f"Rows({len(self)} of {self.path})"
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -88,6 +92,7 @@ def read_jsonl(path: Path) -> Rows:
     return Rows(path, rows, lines=lines)
 
 
+@converts_arguments
 def open_rows(path: Path) -> Rows:
     """Open a file by its extension, or a folder that `datasets` saved.
 

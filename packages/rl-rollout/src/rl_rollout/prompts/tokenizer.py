@@ -12,6 +12,7 @@ import numpy as np
 from rl_core.data import IntArray, Json, encodable
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.files import count_values, read_plain, run_trial
+from rl_core.record_fields import converts_arguments
 from rl_rollout.engines.model_folder import check_config
 from rl_rollout.prompts.within import call_within
 
@@ -65,6 +66,7 @@ class PromptTokenizer:
         self._template_options = dict(template_options or {})
 
     @classmethod
+    @converts_arguments
     def load(
         cls,
         folder: Path,

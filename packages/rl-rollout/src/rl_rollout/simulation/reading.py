@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.files import parse_toml, read_toml
+from rl_core.record_fields import converts_arguments
 from rl_rollout.loops.options import read_options
 from rl_rollout.simulation.workload import Workload
 
@@ -18,6 +19,7 @@ def built_in_workload(name: str = BUILT_IN) -> Workload:
     return parse_workload((SHIPPED / f"{name}.toml").read_text(encoding="utf-8"), where=f"{name}.toml")
 
 
+@converts_arguments
 def read_workload(file: Path) -> Workload:
     """A user's workload.
 

@@ -9,11 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rl_core.data import FloatArray, IntArray
+from rl_core.record_fields import converts_arguments
 from rl_core.weights import Canary
 
 TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
+@converts_arguments
 def reference_logprobs(
     model_dir: Path, sequence: IntArray, *, tensors: Mapping[str, torch.Tensor] | None = None
 ) -> FloatArray:
@@ -61,6 +63,7 @@ def processed(
     return float(np.log(probabilities[token] / probabilities[nucleus].sum()))
 
 
+@converts_arguments
 def make_tiny_model(model_dir: Path, *, is_tied: bool, seed: int = 0, vocab_size: int = 32) -> Path:
     """Write a random Qwen3 of 0.1M parameters in float32: end token 1, 256 positions."""
     torch.manual_seed(seed)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from rl_core.errors import MissingExtraError
+from rl_core.record_fields import converts_arguments
 from rl_rollout.engines.model_folder import require_model_folder
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.stepped import SteppedEngine, Stepper
@@ -19,6 +20,7 @@ class VLLMEngine(SteppedEngine):
     own (`rl_rollout.engines.process`).
     """
 
+    @converts_arguments
     def __init__(self, model_dir: Path, options: VLLMOptions | None = None) -> None:
         """Choose a model; `start` loads it.
 
@@ -31,6 +33,7 @@ class VLLMEngine(SteppedEngine):
         super().__init__(self._load, in_thread=True)
 
     @staticmethod
+    @converts_arguments
     def check(model_dir: Path, options: VLLMOptions) -> None:
         """Ask the installed vLLM whether it supports a model with these options; no model is loaded.
 

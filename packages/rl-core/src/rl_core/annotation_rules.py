@@ -1,0 +1,331 @@
+"""What annotations say that a value must be: the rules of records and of functions."""
+
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.errors import DataError, ShapeError
+from rl_core.secret_settings import redact_option
+
+Fit = Callable[[Any], Any]
+"""Gives a value as it is held; raises where it cannot."""
+KindT = TypeVar("KindT")
+NONE = type(None)
+SHOWN_CHARS = 80
+
+
+class Axes:
+    """Names of an array's axes; axes of one name are equally long in a record."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, *names: str) -> None:
+        """Such as Axes("T", "K")."""
+        self.names = names
+
+    def __str__(self) -> str:
+        return f"[{', '.join(self.names)}]"
+
+
+class Rule(NamedTuple):
+    """What a value must be.
+
+    Attributes:
+        expected: For messages, after "must be".
+        exact: Types of values that fit, whatever they are.
+        fit: For values of other types.
+        axes: Of an array or a tensor; None for what is none.
+    """
+
+    expected: str
+    exact: frozenset[type]
+    fit: Fit
+    axes: Axes | None = None
+
+    def refusal(self, name: str, value: Any, who: str, error: type[Exception], reason: Exception) -> Exception:
+        """What is raised where `fit` raised, which a value of the user's own can do in any way."""
+        return (ShapeError if self.axes is not None else error)(
+            _refusal(f"{name} of {who}", self.expected, value, reason)
+        )
+
+
+class _ItemError(TypeError):
+    """One value of several does not fit."""
+
+
+def _refusal(who: str, expected: str, value: Any, reason: Exception) -> str:
+    more = f", with {reason}" if isinstance(reason, OverflowError | _ItemError) else ""
+    return f"{who} must be {expected}; found {seen(who.split(' ')[0], value)}{more}.{advice_for(value)}"
+
+
+def seen(name: str, value: Any) -> str:
+    """An array by its dtype and shape, else what it says of itself, cut and without secrets, and its type."""
+    try:
+        if getattr(value, "shape", ()) and hasattr(value, "dtype"):
+            return f"{value.dtype} of shape {list(value.shape)}"
+        text = repr(redact_option(name, value))
+    except Exception:
+        text = "something that cannot be shown"
+    return f"{text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + '...'} ({type(value).__name__})"
+
+
+def advice_for(value: Any) -> str:
+    """What makes a tensor one that numpy can read, as a sentence; nothing where it can."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return ""
+    needed = {
+        ".detach()": value.requires_grad,
+        ".float()": value.dtype == torch.bfloat16,
+        ".cpu()": value.device.type != "cpu",
+    }
+    calls = "".join(call for call, is_needed in needed.items() if is_needed)
+    return f" Give the tensor{calls}." if calls else ""
+
+
+# -- rules of annotations
+
+
+def known_rules(kind: Any, names: Iterable[str]) -> dict[str, Rule]:
+    """Those of a record's fields, or of a function's parameters, where their annotations say something."""
+    try:
+        hints = get_type_hints(kind, include_extras=True)
+    except NameError:  # one is imported for type checks alone
+        hints = {name: hint for name, hint in kind.__annotations__.items() if not isinstance(hint, str)}
+    found = {name: rule_of(hints.get(name, Any)) for name in names}
+    return {name: rule for name, rule in found.items() if rule is not None}
+
+
+def rule_of(hint: Any) -> Rule | None:
+    """The rule that an annotation means; None where anything goes."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        marks = [mark for mark in hint.__metadata__ if isinstance(mark, Axes)]
+        return _array_rule(parts[0], marks[0]) if marks else rule_of(parts[0])
+    if hint in PLAIN:
+        return PLAIN[hint]
+    if isinstance(hint, type) and (hint.__module__, hint.__name__) == ("torch", "Tensor"):
+        return Rule("a Tensor", frozenset({hint}), _tensor_fit(hint), Axes())
+    if origin is Literal:
+        return Rule(f"one of {', '.join(map(repr, parts))}", frozenset(), _only(lambda value: value in parts))
+    if origin in (Union, types.UnionType):
+        return _union_rule([rule_of(part) for part in parts])
+    if isinstance(hint, TypeVar) and hint.__constraints__:
+        return _union_rule([rule_of(part) for part in hint.__constraints__])
+    if not isinstance(kind := origin or hint, type):
+        return None
+    if origin is np.ndarray:
+        return _array_rule(hint, Axes())
+    if issubclass(kind, Mapping) and parts:
+        return _mapping_rule(*map(rule_of, parts))
+    if issubclass(kind, Sequence | frozenset) and parts:
+        return _collection_rule(kind, parts)
+    if origin is not None or kind in (object, Any) or getattr(kind, "_is_protocol", False):
+        return None
+    return Rule(f"a {kind.__name__}", frozenset({kind}), _only(lambda value: isinstance(value, kind)))
+
+
+def _only(fits: Callable[[Any], bool]) -> Fit:
+    def fit(value: Any) -> Any:
+        if not fits(value):
+            raise TypeError
+        return value
+
+    return fit
+
+
+def _array_rule(hint: Any, axes: Axes) -> Rule:
+    optional = [part for part in get_args(hint) if part is not NONE] if NONE in get_args(hint) else [hint]
+    (_, (scalar,)) = get_args(optional[0])[0], get_args(get_args(optional[0])[1])
+    dtype = None if scalar is Any else np.dtype(scalar)
+
+    num_axes = len(axes.names)
+
+    def fit(value: Any) -> NDArray[Any]:
+        if type(value) is np.ndarray and value.dtype is dtype and value.ndim == num_axes:
+            return value
+        array: NDArray[Any] = np.asarray(value)
+        if dtype is not None and array.dtype != dtype:
+            array = converted(array, dtype)
+        if num_axes and array.ndim != num_axes:
+            raise TypeError
+        return array
+
+    expected = f"{axes if axes.names else 'an array of'} {dtype or 'numbers'}"
+    return Rule(expected, frozenset({NONE} if optional[0] is not hint else ()), fit, axes)
+
+
+def several(values: Iterable[KindT], kind: type[KindT], name: str) -> list[KindT]:
+    """Records of one kind.
+
+    Raises:
+        DataError: It is a single one, or some are something else, such as a dict of a record's fields.
+    """
+    what = f"{name} must be a list, each a {kind.__name__}"
+    if isinstance(values, kind):
+        raise DataError(f"{what}; found a single one. Put it into a list.")
+    if isinstance(values, Mapping | str | bytes) or not isinstance(values, Iterable):
+        raise DataError(f"{what}; found {seen(name, values)}.")
+    given = list(values)
+    for index, one in enumerate(given):
+        if not isinstance(one, kind):
+            advice = f" Make it a record: {kind.__name__}(**fields)." if isinstance(one, Mapping) else ""
+            raise DataError(f"{what}; found {seen(name, one)} at {index}.{advice}")
+    return given
+
+
+def expect(value: Any, name: str, *kinds: Any) -> None:
+    """Refuse what is of another kind.
+
+    Raises:
+        DataError: It is; the message names both.
+    """
+    if not isinstance(value, kinds):
+        raise DataError(f"{name} must be a {' or a '.join(one.__name__ for one in kinds)}; found {seen(name, value)}.")
+
+
+def array_of(value: Any, *, who: str, dtype: Any = None) -> NDArray[Any]:
+    """A value of many numbers as an array.
+
+    Args:
+        value: An array, a tensor or lists.
+        who: It, for the message: "column 'reward'".
+        dtype: None keeps the value's own.
+
+    Raises:
+        ShapeError: It cannot become one, or not of that dtype.
+    """
+    try:
+        array: NDArray[Any] = np.asarray(value)
+        return array if dtype is None or array.dtype == dtype else converted(array, np.dtype(dtype))
+    except Exception as reason:  # as of `Rule.fit`
+        raise ShapeError(_refusal(who, f"an array of {dtype or 'numbers'}", value, reason)) from reason
+
+
+def converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """An array with another dtype; floats are rounded, everything else must stay what it is."""
+    kinds = array.dtype.kind + dtype.kind
+    if kinds[0] not in "biuf" or kinds in ("bi", "bu"):
+        raise TypeError
+    with np.errstate(invalid="ignore", over="ignore"):
+        converted = array.astype(dtype)
+        ours, theirs = [np.isfinite(one) if kinds == "ff" else one for one in (converted, array)]
+    if not np.array_equal(ours, theirs):
+        raise OverflowError(f"values that {dtype} cannot hold")
+    return converted
+
+
+def _tensor_fit(kind: Any) -> Fit:
+    def fit(value: Any) -> Any:
+        if isinstance(value, kind):
+            return value
+        torch = sys.modules["torch"]  # whose class `kind` is
+        made = torch.tensor(np.asarray(value))
+        is_of_lists = made.is_floating_point() and not hasattr(value, "dtype")
+        return made.to(torch.get_default_dtype()) if is_of_lists else made
+
+    return fit
+
+
+def _union_rule(rules: Sequence[Rule | None]) -> Rule | None:
+    known = [rule for rule in rules if rule is not None]
+    if len(known) < len(rules):
+        return None
+
+    def fit(value: Any) -> Any:
+        for rule in known:
+            try:
+                return rule.fit(value)
+            except Exception as reason:
+                last = reason
+        raise last
+
+    exact = frozenset[type]().union(*(rule.exact for rule in known))
+    return Rule(" or ".join(rule.expected for rule in known), exact, fit)
+
+
+def _collection_rule(kind: Any, parts: tuple[Any, ...]) -> Rule:
+    """Of tuples, lists, sets and sequences; a tuple of a fixed length has an annotation for each place."""
+    is_fixed = kind is tuple and ... not in parts
+    rules = [rule_of(part) for part in parts if part is not ...]
+    made = kind if kind in (frozenset, list) else tuple
+    exact = frozenset[type]() if is_fixed or rules[0] is None else rules[0].exact
+
+    def fit(value: Any) -> Any:
+        if type(value) is made:
+            if exact.issuperset(map(type, value)):
+                return value
+        elif isinstance(value, str | bytes) or not isinstance(value, Sequence | AbstractSet | np.ndarray):
+            raise TypeError
+        of_each = rules if is_fixed else rules * len(value)
+        fitting = [_item(one, rule, at) for at, (one, rule) in enumerate(zip(value, of_each, strict=True))]
+        is_kept = isinstance(value, kind) and all(map(lambda one, other: one is other, fitting, value))
+        return value if is_kept else made(fitting)
+
+    names = [rule.expected if rule is not None else "anything" for rule in rules]
+    name = {frozenset: "a set", tuple: "a tuple"}.get(kind, "a sequence")
+    return Rule(f"{name}, {', '.join(names) if is_fixed else f'each {names[0]}'}", frozenset(), fit)
+
+
+def _mapping_rule(of_keys: Rule | None, of_values: Rule | None) -> Rule:
+    def has_all(rule: Rule | None, values: Iterable[Any]) -> bool:
+        return rule is None or rule.exact.issuperset(map(type, values))
+
+    def fit(value: Any) -> Any:
+        if type(value) is dict and (not value or (has_all(of_keys, value) and has_all(of_values, value.values()))):
+            return value
+        if not isinstance(value, Mapping):
+            raise TypeError
+        fitting = [(_item(key, of_keys, key), _item(one, of_values, key)) for key, one in value.items()]
+        is_kept = all(map(lambda new, old: new[0] is old[0] and new[1] is old[1], fitting, value.items()))
+        return value if is_kept else dict(fitting)
+
+    names = [rule.expected if rule is not None else "anything" for rule in (of_keys, of_values)]
+    return Rule(f"a mapping, {names[0]} to {names[1]}", frozenset(), fit)
+
+
+def _item(value: Any, rule: Rule | None, at: object) -> Any:
+    """A value as it is held; one that does not fit is named by its place in a mapping or sequence."""
+    try:
+        return value if rule is None or type(value) in rule.exact else rule.fit(value)
+    except OverflowError:
+        raise
+    except Exception as reason:
+        raise _ItemError(f"{type(value).__name__} at {at!r}") from reason
+
+
+def _number(kind: type, *, allows: Callable[[Any], bool]) -> Fit:
+    def fit(value: Any) -> Any:
+        value = value.item() if getattr(value, "ndim", None) == 0 else value  # an array or a tensor without axes
+        if not allows(value):
+            raise TypeError
+        return kind(value)
+
+    return fit
+
+
+def _is_whole(value: Any) -> bool:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and (isinstance(value, Integral) or value == value // 1)
+
+
+def _plain(expected: str, kind: type, fit: Fit) -> Rule:
+    return Rule(expected, frozenset({kind}), fit)
+
+
+PLAIN: dict[Any, Rule] = {
+    int: _plain("a whole number", int, _number(int, allows=_is_whole)),
+    float: _plain("a number", float, _number(float, allows=lambda value: isinstance(value, Real))),
+    bool: _plain("True or False", bool, _number(bool, allows=lambda value: isinstance(value, bool))),
+    str: _plain("a text", str, _only(lambda value: isinstance(value, str))),
+    NONE: _plain("None", NONE, _only(lambda value: value is None)),
+    Path: _plain("a path", Path, Path),
+}
+"""For an annotation alone."""

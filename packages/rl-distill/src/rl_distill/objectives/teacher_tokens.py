@@ -1,0 +1,183 @@
+"""What teachers said of tokens, as divergences take it; checked where it is made."""
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import DataError, ShapeError
+from rl_core.record_fields import converts_arguments, record
+from rl_distill.learner import MicroBatch
+from rl_distill.objectives.micro_columns import needed_column
+
+AGREEMENT = 1e-2
+"""How far two logprobs of one token may be apart, and one above 0."""
+
+MAX_MASS = 1.05
+"""Probabilities of bfloat16 logprobs may sum to this."""
+
+BUILD = "Give the top K without it to `TeacherTokens.from_top_k`, or score the tokens themselves too."
+TAKE_LOGS = "Give `log_softmax` of its logits, not logits or probabilities."
+PACK = "Of padded rows give those of the tokens that train, `ids[mask]` and `logprobs[mask]`."
+"""In messages."""
+
+
+@record
+class TeacherTokens:
+    """What teachers said of M tokens.
+
+    Attributes:
+        logprobs: [M, K + 1], of the token itself and of the teacher's K likeliest, falling.
+        ids: [M, K + 1] integers, tokens of these; -1 for none. Held as int64.
+        index: [M] integers, which teacher; -1 where none scored the token, which then counts for nothing.
+        hidden: [M, H] the teacher's hidden states, for its whole distribution; None without.
+    """
+
+    logprobs: Tensor
+    ids: Tensor
+    index: Tensor
+    hidden: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Check shapes and dtypes, and on a CPU the values, in a few passes over [M, K + 1]; a GPU is not stopped.
+
+        Raises:
+            ShapeError: They do not fit.
+            DataError: Where a teacher scored: NaN, no logprobs but probabilities or logits, or an id below -1.
+        """
+        shape = self.ids.shape
+        dtypes = [one.dtype for one in (self.ids, self.logprobs, self.index)]
+        if [one.is_floating_point for one in dtypes] != [False, True, False] or torch.bool in dtypes:
+            raise ShapeError(
+                "a teacher's ids and index must be integers, and its logprobs floats; found ids of "
+                f"{dtypes[0]}, logprobs of {dtypes[1]}, index of {dtypes[2]}. Are two of them swapped?"
+            )
+        object.__setattr__(self, "ids", self.ids.long())
+        if len(shape) != 2 or shape[1] < 1 or self.logprobs.shape != shape or self.index.shape != shape[:1]:
+            raise ShapeError(
+                "a teacher's ids and logprobs must be [M, K + 1] and its index [M]; found "
+                f"{list(shape)}, {list(self.logprobs.shape)} and {list(self.index.shape)}. {PACK}"
+            )
+        if self.logprobs.device.type == "cpu":
+            _check_values(self)
+
+    @classmethod
+    @converts_arguments
+    def from_top_k(
+        cls,
+        ids: Tensor,
+        logprobs: Tensor,
+        *,
+        sampled: tuple[Tensor, Tensor] | None = None,
+        index: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> "TeacherTokens":
+        """The same from the K likeliest tokens, and apart from them the token that was sampled.
+
+        Of padded rows [B, T, K] give those of the tokens that train: `ids[mask]`, `logprobs[mask]`.
+
+        Args:
+            ids: [M, K] integers, the likeliest first.
+            logprobs: [M, K] of these.
+            sampled: [M] the tokens themselves, and [M] the teacher's logprobs of them; the divergences need neither.
+            index: [M] which teacher; None for a single one that scored them all.
+            hidden: [M, H].
+
+        Raises:
+            ShapeError: As where one is made.
+            DataError: Likewise.
+        """
+        if ids.ndim != 2 or logprobs.shape != ids.shape:
+            raise ShapeError(
+                f"ids and logprobs must be [M, K]; found {list(ids.shape)} and {list(logprobs.shape)}. {PACK}"
+            )
+        tokens, own = (torch.full_like(ids[:, 0], -1), torch.zeros_like(logprobs[:, 0])) if sampled is None else sampled
+        return cls(
+            ids=torch.cat([tokens.unsqueeze(-1), ids], -1),
+            logprobs=torch.cat([own.unsqueeze(-1), logprobs], -1),
+            index=torch.zeros(len(ids), dtype=torch.int64, device=ids.device) if index is None else index,
+            hidden=hidden,
+        )
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def select(self, rows: Tensor | slice) -> "TeacherTokens":
+        """Those of some tokens."""
+        hidden = None if self.hidden is None else self.hidden[rows]
+        return TeacherTokens(logprobs=self.logprobs[rows], ids=self.ids[rows], index=self.index[rows], hidden=hidden)
+
+
+def _check_values(teacher: TeacherTokens) -> None:
+    """Refuse what no teacher's logprobs and ids can be, by the first token that is so."""
+    is_scored, logprobs = teacher.index >= 0, teacher.logprobs.detach()
+    logprobs = logprobs.float().masked_fill(teacher.ids < 0, -torch.inf)
+    masses = logprobs[:, 1:].exp().sum(-1)
+    faults = (
+        ("logprobs must not be NaN", logprobs.isnan().any(-1), logprobs, "Look at its logits."),
+        ("logprobs must be at most 0", (logprobs > AGREEMENT).any(-1), logprobs, TAKE_LOGS),
+        ("likeliest tokens must have probabilities that sum to at most 1", masses > MAX_MASS, masses, TAKE_LOGS),
+        ("ids must be tokens, or -1 for none", (teacher.ids < -1).any(-1), teacher.ids, "Mask other tokens."),
+    )
+    for expected, is_wrong, values, advice in faults:
+        is_wrong = is_wrong & is_scored
+        if bool(is_wrong.any()):
+            at = int(is_wrong.nonzero()[0])
+            found = values[at].tolist() if values.ndim == 1 else values[at, :8].tolist()
+            raise DataError(
+                f"a teacher's {expected}; found {found} at token {at}, and {int(is_wrong.sum())} such tokens. {advice}"
+            )
+
+
+def teacher_tokens(micro: MicroBatch, tokens: Tensor | None = None) -> TeacherTokens:
+    """What teachers said of tokens of a micro-batch.
+
+    Args:
+        micro: With their columns.
+        tokens: [M] int64 which; all without.
+
+    Raises:
+        DataError: A column is missing.
+    """
+    who = "a comparison with teachers"
+    rows: Tensor | slice = slice(None) if tokens is None else tokens
+    logprobs, ids, index = (
+        needed_column(micro, name, who=who)[rows] for name in ("teacher_logprobs", "teacher_ids", "teacher_index")
+    )
+    check_sampled_tokens(ids[:, 0], micro.input_ids[rows], (index >= 0) & (ids[:, 0] >= 0))
+    hidden = micro.columns.get("teacher_hidden")
+    return TeacherTokens(logprobs=logprobs, ids=ids, index=index, hidden=None if hidden is None else hidden[rows])
+
+
+def check_sampled_tokens(ids: Tensor, sampled: Tensor, is_scored: Tensor) -> None:
+    """Refuse what a teacher says of other tokens than those that were sampled.
+
+    Args:
+        ids: [M] the tokens that its first column names.
+        sampled: [M] the tokens themselves.
+        is_scored: [M] bool, where it is compared.
+
+    Raises:
+        DataError: They differ.
+    """
+    is_wrong = (ids != sampled) & is_scored
+    if bool(is_wrong.any()):
+        at = int(is_wrong.nonzero()[0])
+        raise DataError(
+            f"the first column of a teacher's ids must be the sampled token, with the K likeliest behind it; found id "
+            f"{int(ids[at])} at token {at}, which is {int(sampled[at])}, and {int(is_wrong.sum())} such tokens. {BUILD}"
+        )
+
+
+def refuse_top_k_alone(teacher: TeacherTokens) -> None:
+    """Refuse a first column that would be the likeliest itself, and is not the second: the top K without the token."""
+    if teacher.ids.shape[1] < 2:
+        return
+    ids, logprobs = teacher.ids, teacher.logprobs
+    is_given = (teacher.index >= 0) & (ids[:, :2] >= 0).all(-1)
+    is_wrong = is_given & (ids[:, 0] != ids[:, 1]) & (logprobs[:, 0] > logprobs[:, 1] + AGREEMENT)
+    if bool(is_wrong.any()):
+        at = int(is_wrong.nonzero()[0])
+        raise DataError(
+            "the first column of a teacher's logprobs must be the sampled token's, with the K likeliest behind it; "
+            f"found at token {at} first id {int(ids[at, 0])}, with {float(logprobs[at, 0]):.3g} likelier than the "
+            f"likeliest, id {int(ids[at, 1])} with {float(logprobs[at, 1]):.3g}. {BUILD}"
+        )

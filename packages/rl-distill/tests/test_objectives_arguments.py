@@ -1,0 +1,110 @@
+"""What objectives are given: lists and arrays become tensors, and what cannot be is refused by name."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from rl_core import Batch
+from rl_core.errors import DataError, RLError, SettingsError, ShapeError
+from rl_core.testing import make_trajectory
+from rl_distill.objectives import (
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    PolicyTokens,
+    aggregate,
+    compute_policy_loss,
+    dr_grpo_advantages,
+    grpo_advantages,
+    spread_rows,
+    with_advantages,
+    with_loss_weights,
+)
+from rl_distill.objectives import advantages as by_session
+from rl_distill.objectives.registry import ADVANTAGES
+
+ESTIMATORS = {
+    "grpo": grpo_advantages,
+    "dr_grpo": dr_grpo_advantages,
+    "rloo": by_session.rloo_advantages,
+    "opo": partial(by_session.opo_advantages, num_tokens=[3, 1, 2, 2]),
+    "gpg": by_session.gpg_advantages,
+    "passk": by_session.passk_advantages,
+}
+
+
+@pytest.mark.parametrize("estimate", ESTIMATORS.values(), ids=ESTIMATORS)
+def test_advantages_of_lists_and_arrays_are_those_of_tensors(estimate):
+    rewards, group = [1.0, 0.0, 0.5, 0.0], [0, 0, 1, 1]
+    expected = estimate(torch.tensor(rewards), torch.tensor(group))
+    torch.testing.assert_close(estimate(rewards, group), expected, rtol=0, atol=0)
+    of_arrays = estimate(np.array(rewards, np.float32), np.array(group))
+    torch.testing.assert_close(of_arrays, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("estimate", ESTIMATORS.values(), ids=ESTIMATORS)
+@pytest.mark.parametrize(
+    ("rewards", "group", "said"),
+    [
+        ([[1.0], [0.0]], [0, 0], r"^rewards must have shape \[N\]; found \[2, 1\]\. Give one value for each traj"),
+        ([1.0, 0.0, 0.0, 0.0], [0, 0], r"^group must have shape \[N\], as rewards has; found \[2\] beside \[4\]"),
+        ("ab", [0, 0], r"^rewards of \w+ must be a Tensor; found 'ab' \(str\)"),
+        (None, [0, 0], "must be a Tensor; found None"),
+        ([1.0, [2.0]], [0, 0], "must be a Tensor"),
+    ],
+)
+def test_what_gives_no_advantages_is_refused(estimate, rewards, group, said):
+    with pytest.raises(ShapeError, match=said.replace("group must", "(group|num_tokens) must").replace("2]", "[24]]")):
+        estimate(rewards, group)
+
+
+def test_a_loop_may_be_of_lists():
+    mask, logprobs = [[1, 1, 0]], torch.full((1, 3), -1.0, requires_grad=True)
+    tokens = PolicyTokens.from_padded(logprobs, mask, advantages=[1.0], old_logprobs=[[-1.0, -1.0, 0.0]])
+    loss, _ = compute_policy_loss(tokens)
+    loss.backward()
+    assert logprobs.grad.tolist() == [[-0.5, -0.5, 0.0]]
+    kl = KL_ESTIMATORS.get("k3")([[-1.0, -1.0, 0.0]], np.full((1, 3), -1.0))
+    assert float(aggregate(kl, mask)) == 0.0
+    assert spread_rows([1.0, 2.0], [0, 1, 3], num_tokens=3).tolist() == [1.0, 2.0, 2.0]
+
+
+BATCH = Batch.from_trajectories([make_trajectory("p", 0, reward=1.0), make_trajectory("p", 1, reward=0.0)])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (
+            lambda: compute_policy_loss(None),
+            DataError,
+            "tokens of compute_policy_loss must be a PolicyTokens",
+        ),
+        (lambda: POLICY_LOSSES.get("ppo_clip")(3), DataError, "tokens of ppo_clip must be a PolicyTokens"),
+        (lambda: POLICY_LOSSES.get("ppo_clip")(3, clip_low=2.0), SettingsError, "clip_low"),
+        (lambda: ADVANTAGES.get("rloo")([1.0]), DataError, "rows of rloo must be a RewardedRows"),
+        (lambda: PolicyTokens.from_padded([[0.0]], "a", advantages=[1.0]), ShapeError, "loss_mask .* a Tensor"),
+        (
+            lambda: PolicyTokens.from_padded([0.0], [1], advantages=[1.0]),
+            ShapeError,
+            r"must have shape \[B, T\]; found",
+        ),
+        (lambda: aggregate([1.0], [1]), ShapeError, r"loss_mask must have shape \[B, T\]; found \[1\]\. Give rows"),
+        (lambda: KL_ESTIMATORS.get("k1")("a", [0.0]), ShapeError, "policy_logprobs of k1 must be a Tensor"),
+        (lambda: with_advantages([1.0]), DataError, "batch of with_advantages must be a Batch"),
+        (lambda: with_loss_weights(None), DataError, "batch of with_loss_weights must be a Batch"),
+    ],
+)
+def test_other_arguments_are_refused_by_name(call, error, said):
+    with pytest.raises(error, match=said):
+        call()
+
+
+def test_an_advantage_with_a_gradient_is_told_what_to_call(monkeypatch):
+    def learnt(rows):
+        return {"advantages": torch.zeros(len(rows.loss_mask), requires_grad=True)}
+
+    monkeypatch.setitem(ADVANTAGES._builtin, "learnt", learnt)
+    with pytest.raises(RLError, match=r"Give the tensor\.detach\(\)"):
+        with_advantages(BATCH, advantage="learnt")
