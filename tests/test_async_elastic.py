@@ -78,7 +78,6 @@ def test_engines_come_and_go_while_it_runs(inputs: TinyRun, tmp_path: Path, caps
             0,
             False,
         )
-        assert "the run is starting (" in asked(capsys, "scale", folder, "--engines", "2")[1]
         reach(process, run, "first")
         status, text = asked(capsys, "status", folder)
         assert status == 0
