@@ -20,6 +20,7 @@ import task
 if TYPE_CHECKING:
     from rl_core import Batch
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch comes: spinning threads starve each other
 FOLDER = Path(__file__).parent
 PREPARED = FOLDER / "prepared"
 MADE_WITH = ("torch", "megatron-core", "transformers", "tokenizers", "pyarrow", "rl-distill")
@@ -62,7 +63,6 @@ def prepare(seed: int = 0) -> None:
     Args:
         seed: Of the random weights and of the demonstrations' order. The problems are the same for all.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch comes: spinning threads starve each other
     started = time.perf_counter()
     say(f"arithmetic: making prompts, tokenizer and warm policy in {PREPARED} (once; about 90 s on two cores)")
     part = PREPARED.with_name(".prepared.part")
