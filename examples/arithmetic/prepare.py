@@ -20,15 +20,19 @@ import task
 if TYPE_CHECKING:
     from rl_core import Batch
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch comes: spinning threads starve each other
 FOLDER = Path(__file__).parent
 PREPARED = FOLDER / "prepared"
 MADE_WITH = ("torch", "megatron-core", "transformers", "tokenizers", "pyarrow", "rl-distill")
 
-WARM_UP_STEPS = 600
+WARM_UP_STEPS = 500
 DEMONSTRATIONS_PER_STEP = 128
 HASTY_SHARE = 0.6
-"""Share of demonstrations that answer at once, in haste; the others use the scratchpad, and are right. The policy
-learns both, answers in haste when greedy, and GRPO finds out that the scratchpad pays."""
+"""Share of the last demonstrations that answer at once, in haste; the others use the scratchpad, and are right.
+
+The share grows from 0, since the scratchpad is what is hard to learn. The policy learns both, answers in haste when
+greedy, and GRPO finds out that the scratchpad pays. That decides which to use, and makes neither much better: the final
+accuracy is what the scratchpad has after the warm-up."""
 
 
 def fingerprint() -> str:
@@ -53,9 +57,12 @@ def is_prepared() -> bool:
     return made.get("fingerprint") == fingerprint()
 
 
-def prepare() -> None:
-    """Make the folder aside and rename it, so that an interrupted run leaves nothing half made."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch comes: spinning threads starve each other
+def prepare(seed: int = 0) -> None:
+    """Make the folder aside and rename it, so that an interrupted run leaves nothing half made.
+
+    Args:
+        seed: Of the random weights and of the demonstrations' order. The problems are the same for all.
+    """
     started = time.perf_counter()
     say(f"arithmetic: making prompts, tokenizer and warm policy in {PREPARED} (once; about 90 s on two cores)")
     part = PREPARED.with_name(".prepared.part")
@@ -64,8 +71,8 @@ def prepare() -> None:
     problems = task.split_problems()
     for split, members in problems.items():
         write_prompts(part / f"{split}.parquet", members)
-    make_model_folder(part / "untrained")
-    warm_up(part, problems["train"])
+    make_model_folder(part / "untrained", seed)
+    warm_up(part, problems["train"], seed)
     shutil.rmtree(part / "untrained")
     (part / "fingerprint.json").write_text(json.dumps({"fingerprint": fingerprint()}))
     shutil.rmtree(PREPARED, ignore_errors=True)
@@ -107,7 +114,7 @@ def make_tokenizer() -> Any:
     return wrapped
 
 
-def make_model_folder(folder: Path) -> None:
+def make_model_folder(folder: Path, seed: int = 0) -> None:
     """Write configuration, tokenizer and random weights of a Qwen3 of one million parameters."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -129,19 +136,19 @@ def make_model_folder(folder: Path) -> None:
         rope_theta=1e4,
         dtype="float32",
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def warm_up(part: Path, problems: list[task.Problem]) -> None:
+def warm_up(part: Path, problems: list[task.Problem], seed: int) -> None:
     """Train on demonstrations by supervised learning, and write the policy's folder."""
     from rl_distill.learner import LearnerOptions
     from rl_distill.megatron.learner import MegatronLearner
     from rl_distill.supervised import supervised_objective
 
     options = LearnerOptions(
-        learning_rate=4e-3,
+        learning_rate=2e-3,
         warmup_steps=20,
         decay_steps=WARM_UP_STEPS,
         betas=(0.9, 0.99),
@@ -152,10 +159,11 @@ def warm_up(part: Path, problems: list[task.Problem]) -> None:
     learner = MegatronLearner(part / "untrained", options)
     hasty = demonstrations(problems, lambda problem: problem.hasty_answer)
     scratchpad = demonstrations(problems, lambda problem: problem.scratchpad)
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     started = time.perf_counter()
     for step in range(1, WARM_UP_STEPS + 1):
-        result = learner.train_step(draw(hasty, scratchpad, random), supervised_objective)
+        share = HASTY_SHARE * step / WARM_UP_STEPS
+        result = learner.train_step(draw(hasty, scratchpad, share, random), supervised_objective)
         if step % 50 == 0:
             took = time.perf_counter() - started
             rest = took / step * (WARM_UP_STEPS - step)
@@ -193,14 +201,15 @@ def demonstrations(problems: list[task.Problem], answer: Any) -> "Batch":
     return Batch.from_trajectories(trajectories)
 
 
-def draw(hasty: "Batch", scratchpad: "Batch", random: np.random.Generator) -> "Batch":
+def draw(hasty: "Batch", scratchpad: "Batch", share: float, random: np.random.Generator) -> "Batch":
     """One step's demonstrations: different problems, each answered in one of the two ways."""
     from rl_core import Batch
     from rl_distill.objectives import with_loss_weights
 
     rows = random.choice(len(hasty), size=DEMONSTRATIONS_PER_STEP, replace=False)
-    is_hasty = random.random(len(rows)) < HASTY_SHARE
-    batch = Batch.concat([hasty.select(rows[is_hasty]), scratchpad.select(rows[~is_hasty])])
+    is_hasty = random.random(len(rows)) < share
+    parts = [hasty.select(rows[is_hasty]), scratchpad.select(rows[~is_hasty])]
+    batch = Batch.concat([part for part in parts if len(part)])
     return with_loss_weights(batch, aggregation="token-mean")
 
 
@@ -213,8 +222,10 @@ def main() -> None:
     """Prepare what is missing or out of date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--force", action="store_true", help="prepare again, even where nothing has changed")
-    if parser.parse_args().force or not is_prepared():
-        prepare()
+    parser.add_argument("--seed", type=int, default=0, help="of the warm policy; to change it, add --force")
+    options = parser.parse_args()
+    if options.force or not is_prepared():
+        prepare(options.seed)
     else:
         say(f"arithmetic: {PREPARED} is up to date")
 

@@ -51,8 +51,10 @@ class Rule(NamedTuple):
 
     def refusal(self, name: str, value: Any, who: str, error: type[Exception], reason: Exception) -> Exception:
         """What is raised where `fit` raised, which a value of the user's own can do in any way."""
+        made = [kind.__name__ for kind in self.exact if self.axes is None and hasattr(kind, "from_padded")]
+        advice = f" Make one with {made[0]}.from_padded(...)." if made else None
         return (ShapeError if self.axes is not None else error)(
-            _refusal(f"{name} of {who}", self.expected, value, reason)
+            _refusal(f"{name} of {who}", self.expected, value, reason, advice=advice)
         )
 
 
@@ -60,9 +62,9 @@ class _ItemError(TypeError):
     """One value of several does not fit."""
 
 
-def _refusal(who: str, expected: str, value: Any, reason: Exception) -> str:
+def _refusal(who: str, expected: str, value: Any, reason: Exception, *, advice: str | None = None) -> str:
     more = f", with {reason}" if isinstance(reason, OverflowError | _ItemError) else ""
-    return f"{who} must be {expected}; found {seen(who.split(' ')[0], value)}{more}.{advice_for(value)}"
+    return f"{who} must be {expected}; found {seen(who.split(' ')[0], value)}{more}.{advice_for(value) if advice is None else advice}"
 
 
 def seen(name: str, value: Any) -> str:

@@ -196,10 +196,13 @@ class QueueCore:
             )
         if lease is None:
             how = self.ended.get(lease_id, "ran out, was released or was acked")
-            raise OutdatedLeaseError(
-                f"lease {lease_id} of task {task!r} is outdated: it {how}. Its groups are delivered again, or are done "
-                "with, so drop this result. Ask for a longer lease_s, or extend it in time."
+            advice = (
+                "There is nothing left to do."
+                if how == "was acked"
+                else "Its groups are delivered again, or are done with, so drop this result. Ask for a longer lease_s, or "
+                "extend it in time."
             )
+            raise OutdatedLeaseError(f"lease {lease_id} of task {task!r} is outdated: it {how}. {advice}")
         return lease
 
     def extend(self, lease: RunningLease, *, expires_at: float) -> None:

@@ -5,9 +5,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rl_core.data.records import Prompt
+from rl_core.errors import DataError
 from rl_core.queue.client import TransferQueue
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.journal.schema import SEGMENTS
@@ -26,6 +27,9 @@ class InProcessQueue(TransferQueue):
 
     Rows are held, not copied; with a journal they lie in files that are mapped.
     """
+
+    def __reduce__(self) -> NoReturn:
+        raise DataError("an InProcessQueue cannot go to another process. Use a SharedMemoryQueue, or a RayQueue.")
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """Estimators of KL(policy || reference) from the logprobs of sampled tokens.
 
-All take policy_logprobs and reference_logprobs, [T] float, and give [T] estimates for tokens that the policy sampled.
+All take policy_logprobs and reference_logprobs, [T] float, and give [T] estimates for tokens that the policy sampled;
+no gradient goes into the reference.
 As a reward or a metric, k1 and k3 are unbiased. In a loss their gradients mean, in expectation: k1 nothing (0, only
 noise), k2 that of KL(policy || reference), k3 that of the forward KL(reference || policy).
 
@@ -30,28 +31,28 @@ K3_BOUND = 10.0
 @converts_arguments
 def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """log(policy / reference): unbiased, of either sign."""
-    _check(policy_logprobs, reference_logprobs)
+    reference_logprobs = _constant(policy_logprobs, reference_logprobs)
     return policy_logprobs - reference_logprobs
 
 
 @converts_arguments
 def absolute(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """|log(policy / reference)|: a distance, no estimate of the KL."""
-    _check(policy_logprobs, reference_logprobs)
+    reference_logprobs = _constant(policy_logprobs, reference_logprobs)
     return (policy_logprobs - reference_logprobs).abs()
 
 
 @converts_arguments
 def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Half the squared log ratio: biased, its gradient is the KL's."""
-    _check(policy_logprobs, reference_logprobs)
+    reference_logprobs = _constant(policy_logprobs, reference_logprobs)
     return 0.5 * (policy_logprobs - reference_logprobs).square()
 
 
 @converts_arguments
 def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """With r = reference / policy, r - 1 - log r: unbiased, never negative, at most `K3_BOUND`."""
-    _check(policy_logprobs, reference_logprobs)
+    reference_logprobs = _constant(policy_logprobs, reference_logprobs)
     return excess(bounded(reference_logprobs - policy_logprobs)).clamp(max=K3_BOUND)
 
 
@@ -77,9 +78,11 @@ KL_ESTIMATORS: Registry[KLEstimator] = Registry(
 )
 
 
-def _check(policy_logprobs: Tensor, reference_logprobs: Tensor) -> None:
+def _constant(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """The reference without a gradient, which its author may have forgotten to leave out."""
     if policy_logprobs.shape != reference_logprobs.shape:  # packed, or padded
         raise ShapeError(
             f"reference_logprobs must have shape {list(policy_logprobs.shape)}, as policy_logprobs has; found "
             f"{list(reference_logprobs.shape)}. Score the same tokens."
         )
+    return reference_logprobs.detach()

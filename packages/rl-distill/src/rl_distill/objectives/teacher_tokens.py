@@ -22,7 +22,7 @@ PACK = "Of padded rows give those of the tokens that train, `ids[mask]` and `log
 
 @record
 class TeacherTokens:
-    """What teachers said of M tokens.
+    """What teachers said of M tokens; no gradient goes into it.
 
     Attributes:
         logprobs: [M, K + 1], of the token itself and of the teacher's K likeliest, falling.
@@ -51,6 +51,7 @@ class TeacherTokens:
                 f"{dtypes[0]}, logprobs of {dtypes[1]}, index of {dtypes[2]}. Are two of them swapped?"
             )
         object.__setattr__(self, "ids", self.ids.long())
+        object.__setattr__(self, "logprobs", self.logprobs.detach())
         if len(shape) != 2 or shape[1] < 1 or self.logprobs.shape != shape or self.index.shape != shape[:1]:
             raise ShapeError(
                 "a teacher's ids and logprobs must be [M, K + 1] and its index [M]; found "

@@ -386,7 +386,7 @@ def _block_text(block: Any) -> str:
 def _without_traceback(words: str) -> str:
     """Words of a Python program that end in a traceback, or in a part of one: its last line and its last place."""
     lines = words.splitlines()
-    places = [line.strip() for line in lines if line.startswith('  File "')]
+    places = [line.strip() for line in lines if line.startswith('  File "') and '"<frozen ' not in line]
     return f"{lines[-1]} ({places[-1]})" if places else words
 
 

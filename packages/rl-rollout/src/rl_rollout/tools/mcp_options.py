@@ -15,6 +15,7 @@ class McpServerOptions:
 
     Attributes:
         command: Program and arguments; it speaks MCP over stdin and stdout. "python" is the interpreter that runs this.
+        args: More arguments, as other clients' settings have them.
         env: Its environment, beside PATH, HOME, USER, SHELL, TERM and LOGNAME; in settings, "$NAME" takes a variable of
             this process.
         cwd: Its working directory.
@@ -29,6 +30,7 @@ class McpServerOptions:
     """
 
     command: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     cwd: str | None = None
     url: str | None = None
@@ -44,6 +46,8 @@ class McpServerOptions:
         Raises:
             SettingsError: Neither or both of command and url are given, or a limit is not positive.
         """
+        object.__setattr__(self, "command", (*self.command, *self.args))
+        object.__setattr__(self, "args", ())
         if bool(self.command) == bool(self.url):
             raise SettingsError(
                 f"an MCP server needs either command or url; found command = {list(self.command)} and "
