@@ -1,6 +1,7 @@
 """The queue in the process: the whole conformance suite, with a journal the backend's part, and what is its own."""
 
 import itertools
+import pickle
 import threading
 import time
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 from queue_conformance import QueueConformance
 
 from rl_core import InProcessQueue, QueueOptions, TaskSpec
-from rl_core.errors import DataError, DeadlineError, SettingsError
+from rl_core.errors import DataError, DeadlineError, OutdatedLeaseError, SettingsError
 from rl_core.testing import FakeClock, QueueBackendConformance, make_prompts, make_trajectory
 
 TRAIN = TaskSpec(name="train", needs=frozenset({"reward"}))
@@ -30,6 +31,21 @@ def test_waiting_on_a_clock_that_stands_still_does_not_spin():
     with pytest.raises(DeadlineError, match=r"for 0\.3 s"):
         queue.lease("train", groups=1, deadline_s=0.3)
     assert clock.num_reads - before < 200  # a loop without a pause reads it a hundred thousand times
+
+
+def test_a_result_that_was_acked_already_has_nothing_left_to_do():
+    queue = InProcessQueue([TRAIN])
+    queue.issue(make_prompts(1), num_sessions=1)
+    queue.put("p0", 0, [make_trajectory("p0", 0)])
+    lease = queue.lease("train", groups=1, lease_s=60)
+    queue.ack(lease)
+    with pytest.raises(OutdatedLeaseError, match=r"it was acked\. There is nothing left to do\."):
+        queue.ack(lease)
+
+
+def test_it_cannot_go_to_another_process():
+    with pytest.raises(DataError, match="an InProcessQueue cannot go to another process"):
+        pickle.dumps(InProcessQueue([TRAIN]))
 
 
 def test_a_lease_that_runs_out_in_real_time_wakes_its_waiter():

@@ -13,6 +13,7 @@ from rl_distill.objectives import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
     PolicyTokens,
+    TeacherTokens,
     aggregate,
     compute_policy_loss,
     dr_grpo_advantages,
@@ -81,6 +82,11 @@ BATCH = Batch.from_trajectories([make_trajectory("p", 0, reward=1.0), make_traje
             DataError,
             "tokens of compute_policy_loss must be a PolicyTokens",
         ),
+        (
+            lambda: compute_policy_loss(torch.zeros(2, 3, requires_grad=True)),
+            DataError,
+            r"float32 of shape \[2, 3\]\. Make one with PolicyTokens\.from_padded",
+        ),
         (lambda: POLICY_LOSSES.get("ppo_clip")(3), DataError, "tokens of ppo_clip must be a PolicyTokens"),
         (lambda: POLICY_LOSSES.get("ppo_clip")(3, clip_low=2.0), SettingsError, "clip_low"),
         (lambda: ADVANTAGES.get("rloo")([1.0]), DataError, "rows of rloo must be a RewardedRows"),
@@ -99,6 +105,15 @@ BATCH = Batch.from_trajectories([make_trajectory("p", 0, reward=1.0), make_traje
 def test_other_arguments_are_refused_by_name(call, error, said):
     with pytest.raises(error, match=said):
         call()
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS.names())
+def test_no_gradient_goes_into_a_reference_or_a_teacher(name):
+    policy, reference = torch.tensor([-1.0], requires_grad=True), torch.tensor([-2.0], requires_grad=True)
+    KL_ESTIMATORS.get(name)(policy, reference).sum().backward()
+    assert (policy.grad is not None, reference.grad) == (True, None)
+    teacher = TeacherTokens.from_top_k(torch.tensor([[3]]), torch.tensor([[-0.5]], requires_grad=True))
+    assert not teacher.logprobs.requires_grad
 
 
 def test_an_advantage_with_a_gradient_is_told_what_to_call(monkeypatch):

@@ -85,6 +85,17 @@ def test_a_variable_that_is_no_text_is_refused_without_its_value():
     assert "1234" not in str(caught.value)
 
 
+def test_arguments_may_stand_apart_as_in_the_settings_of_other_clients():
+    assert McpServerOptions(command=["python"], args=["calc.py"]).command == ("python", "calc.py")
+
+
+def test_a_server_that_misses_a_variable_names_its_own_line(tmp_path):
+    script = tmp_path / "calc.py"
+    script.write_text("import os\nprint(os.environ['OFFSET'])\n")
+    with pytest.raises(SettingsError, match=r"KeyError: 'OFFSET' \(File \"\S+calc\.py\", line 2"):
+        asyncio.run(connect_and_close("bad", McpServerOptions(command=(sys.executable, str(script)))))
+
+
 def test_a_server_without_tools_is_refused():
     empty = "from mcp.server.mcpserver import MCPServer; MCPServer('empty').run('stdio')"
     with pytest.raises(SettingsError, match="MCP server 'bad' has no tools"):

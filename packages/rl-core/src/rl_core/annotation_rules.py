@@ -64,7 +64,8 @@ class _ItemError(TypeError):
 
 def _refusal(who: str, expected: str, value: Any, reason: Exception, *, advice: str | None = None) -> str:
     more = f", with {reason}" if isinstance(reason, OverflowError | _ItemError) else ""
-    return f"{who} must be {expected}; found {seen(who.split(' ')[0], value)}{more}.{advice_for(value) if advice is None else advice}"
+    advice = advice_for(value) if advice is None else advice
+    return f"{who} must be {expected}; found {seen(who.split(' ')[0], value)}{more}.{advice}"
 
 
 def seen(name: str, value: Any) -> str:
