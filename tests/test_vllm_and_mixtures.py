@@ -227,9 +227,7 @@ def repacked(weight: torch.Tensor, isa: str, change: Callable[[torch.Tensor], to
     return cpu_prepack_moe_weight(change(plain).contiguous().unsqueeze(0), isa)[0]
 
 
-def act_before(
-    mixture: Mixture, method: str, act: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def act_before(mixture: Mixture, method: str, act: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let something happen to the worker before the engine calls a method of it."""
     core = mixture.engine._stepper._core  # type: ignore[union-attr] # vLLM's stepper
     ask = core.collective_rpc
@@ -251,7 +249,7 @@ def test_faults_in_live_experts_are_named(mixture: Mixture, monkeypatch: pytest.
             act_before(mixture, "replace_all_weights", fault.before, patch)
             act_before(mixture, "probe_live_weights", fault.after, patch)
             receipt = mixture.update(update)
-        with pytest.raises(WeightProofError, match="serves something else") as raised:
+        with pytest.raises(WeightProofError, match="serves something else: it was read back with other bits") as raised:
             mixture.check(update, receipt)
         found.append(differing(receipt))
         assert raised.value.tensor in found[-1]
@@ -282,9 +280,7 @@ def test_experts_whose_kernel_cannot_be_read_are_refused(mixture: Mixture, monke
     assert np.array_equal(asyncio.run(mixture.engine.score(SEQUENCES[:1]))[0], before)
 
 
-def test_vllm_still_needs_to_be_told_to_pack(
-    mixture: Mixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_still_needs_to_be_told_to_pack(mixture: Mixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each engine's last test. Once it fails, vLLM packs by itself, and `before_reload` need not help."""
     monkeypatch.setattr("rl_rollout.engines.vllm.worker.before_reload", lambda model: None)
     tensors = perturbed(mixture.weights, scale=0.02)

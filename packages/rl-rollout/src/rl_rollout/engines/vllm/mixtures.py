@@ -1,7 +1,7 @@
 """Experts of a mixture in vLLM: packed anew at each update, and read back bit for bit.
 
-A layer keeps all of its experts in two tensors. On CPUs these are padded and packed for the kernel, and the originals are
-dropped. Packing moves elements and computes nothing, so that an index that is packed alike says where each came from.
+A layer keeps all of its experts in two tensors. On CPUs these are padded and packed for the kernel, and the originals
+are dropped. Packing moves elements and computes nothing: an index that is packed alike says where each came from.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -48,7 +48,7 @@ class ExpertPart:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole tensor, as it must be served."""
         config = self.layer.moe_config
-        part = tensor.detach().tensor_split(config.tp_size, self.dim)[config.tp_rank]
+        part: torch.Tensor = tensor.detach().tensor_split(config.tp_size, self.dim)[config.tp_rank]
         return part.to(self.layer.params_dtype)
 
     def read(self) -> torch.Tensor:
@@ -89,7 +89,7 @@ def before_reload(model: torch.nn.Module) -> None:
         backend = getattr(method, "unquantized_backend", None)
         if backend not in READABLE or not layer.moe_config.is_act_and_mul:
             raise EngineError(
-                f"{path}: vLLM computes these experts with {backend or type(method).__name__}, from which their weights "
+                f"{path}: vLLM computes these experts with {backend or type(method).__name__}, from which weights "
                 "cannot be read back; an update would not be proven, and is refused. Serve the mixture on CPUs, on a "
                 "GPU where vLLM takes its Triton kernel, or with the transformers engine."
             )
