@@ -90,8 +90,8 @@ def before_reload(model: torch.nn.Module) -> None:
         if backend not in READABLE or not layer.moe_config.is_act_and_mul:
             raise EngineError(
                 f"{path}: vLLM computes these experts with {backend or type(method).__name__}, from which weights "
-                "cannot be read back; an update would not be proven, and is refused. Serve the mixture on CPUs, on a "
-                "GPU where vLLM takes its Triton kernel, or with the transformers engine."
+                "cannot be read back; an update would not be proven, and is refused. Serve the mixture on CPUs, or on a "
+                "GPU where vLLM takes its Triton kernel."
             )
         if backend is UnquantizedMoeBackend.CPU and vllm_version.startswith("0.32."):
             method.moe_kernel = None
