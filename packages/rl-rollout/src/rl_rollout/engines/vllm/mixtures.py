@@ -53,13 +53,17 @@ class ExpertPart:
 
     def read(self) -> torch.Tensor:
         """[out, in]: what the live layer has."""
-        size = self.layer.moe_config.intermediate_size_per_partition_unpadded
-        hidden = self.layer.moe_config.hidden_dim_unpadded
+        layer, config = self.layer, self.layer.moe_config
+        weight: torch.Tensor = (layer.w2_weight if self.dim else layer.w13_weight)[self.expert]
+        rows, columns = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded
         if self.dim:
-            return _unpacked(self.layer, self.layer.w2_weight[self.expert])[:hidden, :size]
-        gate_up = _unpacked(self.layer, self.layer.w13_weight[self.expert])
-        gate, up = gate_up.chunk(2)  # each padded
-        return (gate if self.projection == self.layer.ckpt_gate_proj_name else up)[:size, :hidden]
+            rows, columns = columns, rows
+        first = len(weight) // 2 if self.projection == layer.ckpt_up_proj_name else 0  # gate and up are both padded
+        part = slice(first, first + rows), slice(columns)
+        kernel = layer.quant_method.moe_kernel.fused_experts
+        if layer.quant_method.unquantized_backend is not UnquantizedMoeBackend.CPU or kernel._use_zentorch:
+            return weight[part]
+        return weight.take(_places(tuple(weight.shape), weight.dtype, kernel.isa)[part])
 
     def expect(self, tensor: torch.Tensor) -> None:
         """Note what must be read later, when a whole tensor arrives."""
@@ -90,8 +94,8 @@ def before_reload(model: torch.nn.Module) -> None:
         if backend not in READABLE or not layer.moe_config.is_act_and_mul:
             raise EngineError(
                 f"{path}: vLLM computes these experts with {backend or type(method).__name__}, from which weights "
-                "cannot be read back; an update would not be proven, and is refused. Serve the mixture on CPUs, or on a "
-                "GPU where vLLM takes its Triton kernel."
+                "cannot be read back; an update would not be proven, and is refused. Serve the mixture on CPUs, or on "
+                "a GPU where vLLM takes its Triton kernel."
             )
         if backend is UnquantizedMoeBackend.CPU and vllm_version.startswith("0.32."):
             method.moe_kernel = None
@@ -117,14 +121,6 @@ def loader_names(model: torch.nn.Module) -> Callable[[str], str]:
 
 def _routed(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     return ((path, module) for path, module in model.named_modules() if isinstance(module, RoutedExperts))
-
-
-def _unpacked(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    """One expert's part of a live tensor, its elements where they were before packing."""
-    kernel = layer.quant_method.moe_kernel.fused_experts
-    if layer.quant_method.unquantized_backend is not UnquantizedMoeBackend.CPU or kernel._use_zentorch:
-        return weight
-    return weight.take(_places(tuple(weight.shape), weight.dtype, kernel.isa))
 
 
 @lru_cache(maxsize=2)
