@@ -36,7 +36,7 @@ pytest.importorskip("vllm")
 
 HIDDEN, NUM_EXPERTS, NUM_LAYERS = 64, 4, 2
 NUM_FAULTS = 50
-"""Of each of the two engines."""
+"""Of each of the two engines; each layer has one at a time."""
 SEQUENCES = [np.random.default_rng(length).integers(2, 40, length).astype(np.int32) for length in (7, 40, 23, 64)]
 LEARNER = LearnerOptions(learning_rate=3e-3, micro_batch_tokens=256, num_threads=1)
 
@@ -166,17 +166,17 @@ FAULTS = ("swapped", "stale", "transposed", "one element")
 
 
 class Fault:
-    """A fault of one kind in the experts of one live layer, drawn by its number.
+    """A fault in the experts of one live layer, drawn by a number.
 
     Attributes:
-        named: The tensors that serve something else afterwards.
+        kind: Of FAULTS.
+        named: The tensors that serve something else afterwards; of one element, those among which one does.
     """
 
-    def __init__(self, number: int) -> None:
-        self._draw = random.Random(number)
-        self._kind = FAULTS[number % len(FAULTS)]
-        self._layer = self._draw.randrange(NUM_LAYERS)
-        self._is_down = self._kind == "transposed" or self._draw.random() < 0.5
+    def __init__(self, number: int, layer: int) -> None:
+        self._draw, self._layer = random.Random(NUM_LAYERS * number + layer), layer
+        self.kind = FAULTS[(number + layer) % len(FAULTS)]
+        self._is_down = self.kind == "transposed" or self._draw.random() < 0.5
         self.named: set[str] = set()
 
     def before(self, worker: Any) -> None:
@@ -186,13 +186,13 @@ class Fault:
     def after(self, worker: Any) -> None:
         """Break what is served after it."""
         weight, (one, other) = self._weight(worker), self._draw.sample(range(NUM_EXPERTS), 2)
-        if self._kind == "swapped":
+        if self.kind == "swapped":
             weight[[one, other]] = weight[[other, one]]
             self._name([one, other])
-        elif self._kind == "stale":
+        elif self.kind == "stale":
             weight.copy_(self._old)
             self._name(range(NUM_EXPERTS))
-        elif self._kind == "transposed":
+        elif self.kind == "transposed":
             isa = routed(worker)[self._layer].quant_method.moe_kernel.fused_experts.isa
             weight[one] = repacked(weight[one], isa, lambda tensor: tensor.T)
             self._name([one])
@@ -242,22 +242,20 @@ def act_before(mixture: Mixture, method: str, act: Callable[[Any], Any], monkeyp
 
 def test_faults_in_live_experts_are_named(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
     updates = [packed(perturbed(mixture.weights, scale=1e-4 * version), version=version) for version in (1, 2)]
-    found = []
-    for number in range(NUM_FAULTS):
-        fault, update = Fault(number), updates[number % 2]
+    for number in range(NUM_FAULTS // NUM_LAYERS):
+        update, faults = updates[number % 2], [Fault(number, layer) for layer in range(NUM_LAYERS)]
         with monkeypatch.context() as patch:
-            act_before(mixture, "replace_all_weights", fault.before, patch)
-            act_before(mixture, "probe_live_weights", fault.after, patch)
+            for fault in faults:
+                act_before(mixture, "replace_all_weights", fault.before, patch)
+                act_before(mixture, "probe_live_weights", fault.after, patch)
             receipt = mixture.update(update)
+        found = differing(receipt)
         with pytest.raises(WeightProofError, match="serves something else: it was read back with other bits") as raised:
             mixture.check(update, receipt)
-        found.append(differing(receipt))
-        assert raised.value.tensor in found[-1]
-        if number % len(FAULTS) == FAULTS.index("one element"):
-            assert len(found[-1]) == 1
-            assert found[-1] <= fault.named
-        else:
-            assert found[-1] == fault.named
+        assert raised.value.tensor in found
+        assert found <= set.union(*(fault.named for fault in faults))
+        for fault in faults:
+            assert len(found & fault.named) == (1 if fault.kind == "one element" else len(fault.named)), fault.kind
     mixture.check(updates[0], mixture.update(updates[0]))
 
 
