@@ -43,6 +43,7 @@ WORKSPACE_TESTS = (
     "packages/rl-rollout/tests/test_engines_process.py",
     "packages/rl-rollout/tests/test_engines_vllm.py",
     "packages/rl-rollout/tests/test_engines_vllm_live_weights.py",
+    "packages/rl-rollout/tests/test_engines_vllm_mixtures.py",
     "packages/rl-rollout/tests/test_engines_vllm_scores.py",
     "packages/rl-rollout/tests/test_engines_vllm_support.py",
     "packages/rl-rollout/tests/test_engines_vllm_tensor_parallel.py",

@@ -75,6 +75,12 @@ CONFIG = {
             {"tensor_parallel_size": 4},
             ["tensor_parallel_size must be at most the 2 GPUs that vLLM sees; found 4."],
         ),
+        (
+            CPU,
+            {"moe_intermediate_size": 49},
+            {"tensor_parallel_size": 2},
+            ["tensor_parallel_size must divide moe_intermediate_size = 49; found 2."],
+        ),
         (VLLMSupport(name="another vLLM"), {"head_dim": 16}, {"block_size": 7, "dtype": "float16"}, []),
     ],
 )

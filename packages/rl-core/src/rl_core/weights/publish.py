@@ -130,10 +130,13 @@ def check_receipt(update: WeightUpdate, receipt: WeightReceipt, *, tolerances: P
             raise WeightProofError(f"tensor {name!r} is not among the engine's live weights.", tensor=name)
         share = _difference(name, probe, live)
         if not share <= tolerances.probe:
+            found = f"its probe differs by {share:.2g} of its largest value (allowed {tolerances.probe:g})"
+            if np.isnan(share):
+                found = "it was read back with other bits than arrived, or holds NaN,"
             raise WeightProofError(
-                f"tensor {name!r} arrived, but the engine serves something else: its probe differs by {share:.2g} of "
-                f"its largest value (allowed {tolerances.probe:g}) at version {update.version}. The engine kept an "
-                "older copy of this tensor, or loaded it wrongly; its rollouts would be off policy without a sign.",
+                f"tensor {name!r} arrived, but the engine serves something else: {found} at version {update.version}. "
+                "The engine kept an older copy of this tensor, or loaded it wrongly; its rollouts would be off policy "
+                "without a sign.",
                 tensor=name,
             )
         worst = max(worst, share)

@@ -102,7 +102,8 @@ class WeightReceipt:
     Attributes:
         version: The version that it now serves.
         arrived: crc32c of each tensor as it arrived, by Hugging Face name.
-        live: Probe of each tensor as the engine now serves it, tied names included.
+        live: Probe of each tensor as the engine now serves it, tied names included; NaN where it read the tensor back
+            and found other bits than arrived.
     """
 
     version: int

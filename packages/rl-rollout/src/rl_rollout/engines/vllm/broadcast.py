@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rl_core.weights import Broadcast, tensor_crc32c
 from rl_core.weights.broadcast import BroadcastGroup, TensorSpec
+from rl_rollout.engines.vllm.mixtures import before_reload, noted
 
 BACKEND = "rl-buckets"
 
@@ -77,6 +78,7 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
 
     def start_weight_update(self) -> None:
         """Let vLLM load layer by layer."""
+        before_reload(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -87,7 +89,7 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
 
     def receive_weights(self, update_info: ReceiveRequest) -> None:
         """Load each tensor as it is whole."""
-        self.model.load_weights(self._arriving(update_info))
+        self.model.load_weights(noted(self.model, self._arriving(update_info)))
 
     def finish_weight_update(self) -> None:
         """Finish the layers."""

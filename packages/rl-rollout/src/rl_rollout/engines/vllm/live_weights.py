@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from rl_core.data import FloatArray
 from rl_core.weights import probe_tensor, probe_vector
+from rl_rollout.engines.vllm.mixtures import ExpertPart, expert_parts
 
 LiveParts = dict[str, "list[LivePart]"]
 """What one rank serves of each tensor, by name."""
@@ -90,6 +92,8 @@ def _named_parts(model: torch.nn.Module, packed: Mapping[str, list[str]]) -> Ite
             yield from _linear_parts(path, module, packed)
         elif isinstance(module, VocabParallelEmbedding):
             yield f"{path}.weight", _vocabulary_part(module)
+        elif isinstance(module, RoutedExperts):
+            yield from ((name, _expert_part(part)) for name, part in expert_parts(path, module))
         else:
             for name, parameter in module.named_parameters(prefix=path, recurse=False):
                 probe = probe_tensor(parameter)
@@ -162,6 +166,19 @@ def _vocabulary_part(module: VocabParallelEmbedding) -> LivePart:
     else:
         rows = probe_tensor(module.weight[: indices.num_org_elements])
     return LivePart(values=rows, start=indices.org_vocab_start_index, num_rows=module.org_vocab_size)
+
+
+def _expert_part(part: ExpertPart) -> LivePart:
+    """This rank's part of an expert's tensor as it was read back; no numbers, unless it is what arrived bit for bit."""
+    tensor, config = part.read(), part.layer.moe_config
+    size, start = tensor.shape[part.dim], config.tp_rank * tensor.shape[part.dim]
+    vector = probe_vector(size * config.tp_size)[start:][:size] if part.dim else probe_vector(tensor.shape[1])
+    values = (tensor.float() @ vector.to(tensor.device)).cpu().numpy()
+    if not part.is_expected(tensor):
+        values.fill(np.nan)
+    if part.dim:
+        return LivePart(values=values, start=0, num_rows=len(values), is_summand=config.tp_size > 1)
+    return LivePart(values=values, start=start, num_rows=size * config.tp_size)
 
 
 def _apply(module: Any, first: int, last: int, num_inputs: int) -> torch.Tensor:

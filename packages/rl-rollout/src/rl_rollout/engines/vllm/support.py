@@ -64,7 +64,7 @@ class VLLMSupport:
             yield f"block_size must be a multiple of {' or '.join(map(str, self.block_sizes))}; found {block_size}."
         if self.num_devices is not None and tensor > self.num_devices:
             yield f"tensor_parallel_size must be at most the {self.num_devices} GPUs that vLLM sees; found {tensor}."
-        for name in ("num_attention_heads", "intermediate_size"):
+        for name in ("num_attention_heads", "intermediate_size", "moe_intermediate_size"):
             if isinstance(size := text.get(name), int) and size % tensor:
                 yield f"tensor_parallel_size must divide {name} = {size}; found {tensor}."
         groups = text.get("num_key_value_heads")

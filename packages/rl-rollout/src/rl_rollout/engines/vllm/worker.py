@@ -6,7 +6,6 @@ With tensor parallel each rank is a process of its own, to which no tensor is pa
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from rl_core.weights import Broadcast, tensor_crc32c
 from rl_rollout.engines.vllm.broadcast import ReceiveRequest, receive_all
 from rl_rollout.engines.vllm.live_weights import LiveParts, live_parts
+from rl_rollout.engines.vllm.mixtures import before_reload, loader_names, noted
 from rl_rollout.engines.vllm.prompt_scores import score_in_pieces
 from rl_rollout.engines.vllm.worker_processes import unlink_what_workers_share
 
@@ -46,8 +46,9 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         sums: dict[str, Future[int]] = {}
         with _opened(source) as tensors, ThreadPoolExecutor(1, "checksums of weights") as thread:
+            before_reload(model)
             initialize_layerwise_reload(model)
-            model.load_weights(_arriving(tensors, set(tied), thread, sums))
+            model.load_weights(noted(model, _arriving(tensors, set(tied), thread, sums)))
             finalize_layerwise_reload(model, self.model_runner.model_config)
             repack_output_head(model)
             return {name: checksum.result() for name, checksum in sums.items()}
@@ -63,11 +64,8 @@ class WorkerExtension:
     def probe_live_weights(self, names: Iterable[str]) -> LiveParts:
         """What this rank serves of each named Hugging Face tensor; names that have no live layer are left out."""
         model = self.model_runner.get_model()
-        live = live_parts(model)
-        mapper = getattr(model, "hf_to_vllm_mapper", None)
-        if mapper is not None:
-            mapper = replace(mapper, orig_to_new_stacked={})  # the probes are split, hence named as in the checkpoint
-        found = {name: live.get(_vllm_name(mapper, name)) for name in names}
+        live, vllm_name = live_parts(model), loader_names(model)
+        found = {name: live.get(vllm_name(name)) for name in names}
         return {name: parts for name, parts in found.items() if parts is not None}
 
     def unlink_shared(self) -> None:
@@ -146,10 +144,3 @@ def repack_output_head(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
-
-
-def _vllm_name(mapper: Any, name: str) -> str:
-    if mapper is None:
-        return name
-    names: list[str] = mapper.apply_list([name])
-    return names[0] if names else name

@@ -1,0 +1,136 @@
+"""Experts of a mixture in vLLM: packed anew at each update, and read back bit for bit.
+
+A layer keeps all of its experts in two tensors. On CPUs these are padded and packed for the kernel, and the originals
+are dropped. Packing moves elements and computes nothing: an index that is packed alike says where each came from.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from vllm import __version__ as vllm_version
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from rl_core.errors import EngineError
+from rl_core.weights import tensor_crc32c
+
+READABLE = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON)
+"""Kernels whose layout is known: Triton takes experts as they were loaded."""
+
+_sums: "WeakKeyDictionary[torch.nn.Module, dict[tuple[int, str], int]]" = WeakKeyDictionary()
+"""Of each layer the crc32c of what it must hold after the last update, by expert and projection."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPart:
+    """What one rank holds of one tensor of one expert.
+
+    Attributes:
+        layer: vLLM's.
+        expert: Its number.
+        projection: Its name in the checkpoint, such as "gate_proj".
+    """
+
+    layer: Any
+    expert: int
+    projection: str
+
+    @property
+    def dim(self) -> int:
+        """Where ranks split the tensor: gate and up along their outputs, down along its inputs."""
+        return int(self.projection == self.layer.ckpt_down_proj_name)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor, as it must be served."""
+        config = self.layer.moe_config
+        part: torch.Tensor = tensor.detach().tensor_split(config.tp_size, self.dim)[config.tp_rank]
+        return part.to(self.layer.params_dtype)
+
+    def read(self) -> torch.Tensor:
+        """[out, in]: what the live layer has."""
+        layer, config = self.layer, self.layer.moe_config
+        weight: torch.Tensor = (layer.w2_weight if self.dim else layer.w13_weight)[self.expert]
+        rows, columns = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded
+        if self.dim:
+            rows, columns = columns, rows
+        first = len(weight) // 2 if self.projection == layer.ckpt_up_proj_name else 0  # gate and up are both padded
+        part = slice(first, first + rows), slice(columns)
+        kernel = layer.quant_method.moe_kernel.fused_experts
+        if layer.quant_method.unquantized_backend is not UnquantizedMoeBackend.CPU or kernel._use_zentorch:
+            return weight[part]
+        return weight.take(_places(tuple(weight.shape), weight.dtype, kernel.isa)[part])
+
+    def expect(self, tensor: torch.Tensor) -> None:
+        """Note what must be read later, when a whole tensor arrives."""
+        _sums.setdefault(self.layer, {})[self.expert, self.projection] = tensor_crc32c(self.of(tensor))
+
+    def is_expected(self, found: torch.Tensor) -> bool:
+        """Whether what was read is what arrived, bit for bit."""
+        return _sums.get(self.layer, {}).get((self.expert, self.projection)) == tensor_crc32c(found)
+
+
+def expert_parts(path: str, layer: RoutedExperts) -> Iterator[tuple[str, ExpertPart]]:
+    """All tensors of a layer's experts, by the checkpoint's names as the model's loader knows them."""
+    prefix = path.removesuffix(".routed_experts")
+    for expert in range(layer.local_num_experts):
+        for name in (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name):
+            yield f"{prefix}.{expert}.{name}.weight", ExpertPart(layer=layer, expert=expert, projection=name)
+
+
+def before_reload(model: torch.nn.Module) -> None:
+    """Let the next reload pack experts: vLLM 0.32 on CPUs packs those of layers alone that have no kernel yet.
+
+    Raises:
+        EngineError: What the model serves of its experts could not be proven.
+    """
+    for path, layer in _routed(model):
+        method = layer.quant_method
+        backend = getattr(method, "unquantized_backend", None)
+        if backend not in READABLE or not layer.moe_config.is_act_and_mul:
+            raise EngineError(
+                f"{path}: vLLM computes these experts with {backend or type(method).__name__}, from which weights "
+                "cannot be read back; an update would not be proven, and is refused. Serve the mixture on CPUs, or on "
+                "a GPU where vLLM takes its Triton kernel."
+            )
+        if backend is UnquantizedMoeBackend.CPU and vllm_version.startswith("0.32."):
+            method.moe_kernel = None
+
+
+def noted(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass an update's tensors on, and note what the experts among them must be afterwards."""
+    parts = {name: part for path, layer in _routed(model) for name, part in expert_parts(path, layer)}
+    vllm_name = loader_names(model)
+    for name, tensor in tensors:
+        if part := parts.get(vllm_name(name)):
+            part.expect(tensor)
+        yield name, tensor
+
+
+def loader_names(model: torch.nn.Module) -> Callable[[str], str]:
+    """What gives a Hugging Face name as the model's loader knows it; tensors that it joins keep theirs."""
+    if (mapper := getattr(model, "hf_to_vllm_mapper", None)) is None:
+        return str
+    mapper = replace(mapper, orig_to_new_stacked={})
+    return lambda name: next(iter(mapper.apply_list([name])), name)
+
+
+def _routed(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, RoutedExperts))
+
+
+@lru_cache(maxsize=2)
+def _places(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torch.Tensor:
+    """[out, in]: where packing puts each element."""
+    number = torch.arange(shape[0] * shape[1])
+    carrier = torch.int32 if dtype.itemsize == 4 else torch.int16
+    packed = torch.zeros_like(number)
+    for shift in range(0, 32, 8 * dtype.itemsize):  # a number travels in as many pieces as it needs
+        piece = (number >> shift).to(carrier).view(dtype).view(1, *shape)
+        bits = cpu_prepack_moe_weight(piece, isa).view(carrier).flatten().long()
+        packed |= (bits & (2 ** (8 * dtype.itemsize) - 1)) << shift
+    return torch.empty_like(number).scatter_(0, packed, number).view(shape)

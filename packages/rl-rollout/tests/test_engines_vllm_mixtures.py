@@ -1,0 +1,93 @@
+"""Experts as vLLM's kernels keep them, read back bit for bit: packed, padded, and over ranks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from rl_core.weights.update import probe_tensor
+from rl_rollout.engines.vllm.live_weights import join_parts, live_parts
+from rl_rollout.engines.vllm.mixtures import expert_parts, noted
+
+NUM_EXPERTS, HIDDEN, WIDTH = 3, 64, 40
+SHAPES = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
+LAYOUTS = ("vec", "amx", "plain")
+
+
+def random_experts(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"mlp.experts.{expert}.{name}.weight": torch.randn(shape, generator=generator)
+        for expert in range(NUM_EXPERTS)
+        for name, shape in SHAPES.items()
+    }
+
+
+def model_of_rank(
+    tensors: dict[str, torch.Tensor], *, layout: str, dtype: torch.dtype, rank: int = 0, size: int = 1
+) -> Any:
+    """A layer of one rank, as vLLM packs it; its width is padded to a multiple of 32 but for a plain one."""
+    layer = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(layer)
+    width = WIDTH // size
+    padding = 0 if layout == "plain" else -width % 32
+
+    def stacked(name: str, dim: int) -> torch.Tensor:
+        parts = [tensors[f"mlp.experts.{expert}.{name}.weight"].chunk(size, dim)[rank] for expert in range(NUM_EXPERTS)]
+        pad = (0, padding) if dim else (0, 0, 0, padding)
+        return torch.nn.functional.pad(torch.stack(parts).to(dtype), pad)
+
+    weights = torch.cat([stacked("gate_proj", 0), stacked("up_proj", 0)], 1), stacked("down_proj", 1)
+    if layout != "plain":
+        weights = tuple(cpu_prepack_moe_weight(weight, layout) for weight in weights)
+    layer.w13_weight, layer.w2_weight = (torch.nn.Parameter(weight, requires_grad=False) for weight in weights)
+    backend = UnquantizedMoeBackend.TRITON if layout == "plain" else UnquantizedMoeBackend.CPU
+    kernel = SimpleNamespace(fused_experts=SimpleNamespace(isa=layout, _use_zentorch=False))
+    layer.quant_method = SimpleNamespace(unquantized_backend=backend, moe_kernel=kernel)
+    layer.moe_config = SimpleNamespace(
+        tp_rank=rank, tp_size=size, intermediate_size_per_partition_unpadded=width, hidden_dim_unpadded=HIDDEN
+    )
+    layer.local_num_experts, layer.params_dtype = NUM_EXPERTS, dtype
+    layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = SHAPES
+    model = torch.nn.Module()
+    model.mlp = torch.nn.Module()
+    model.mlp.experts = torch.nn.Module()
+    model.mlp.experts.routed_experts = layer
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_are_read_back_bit_for_bit(layout: str, dtype: torch.dtype) -> None:
+    tensors = random_experts()
+    model = model_of_rank(tensors, layout=layout, dtype=dtype)
+    found = dict(expert_parts("mlp.experts.routed_experts", model.mlp.experts.routed_experts))
+    assert found.keys() == tensors.keys()
+    for name, part in found.items():
+        assert torch.equal(part.read(), tensors[name].to(dtype)), name
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_together_serve_the_whole_experts(layout: str, size: int) -> None:
+    new, old = random_experts(), random_experts(seed=1)
+    stale = "mlp.experts.1.down_proj.weight"
+    expected = {name: probe_tensor(tensor) for name, tensor in new.items()}
+    for changed in (None, stale, "mlp.experts.2.up_proj.weight"):
+        ranks = []
+        for rank in range(size):  # the last one serves something else
+            held = {**new, changed: old[changed]} if changed and rank == size - 1 else new
+            model = model_of_rank(held, layout=layout, dtype=torch.float32, rank=rank, size=size)
+            assert dict(noted(model, new.items())) == new
+            ranks.append(live_parts(model))
+        joined = join_parts(ranks, expected)
+        assert [name for name, probe in joined.items() if np.isnan(probe).any()] == ([changed] if changed else [])
+        for name in new.keys() - {changed}:
+            np.testing.assert_allclose(joined[name], expected[name], atol=1e-5, err_msg=name)

@@ -1,0 +1,292 @@
+"""A mixture of experts in vLLM: updates, the Megatron learner beside it, and faults that its proof must name."""
+
+import asyncio
+import random
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl_core import Batch, Ragged, RowKey
+from rl_core.errors import EngineDiedError, EngineError, WeightProofError
+from rl_core.weights import (
+    BFLOAT16_TOLERANCES,
+    Canary,
+    ProofTolerances,
+    SharedFileTransport,
+    TensorTransport,
+    WeightReceipt,
+    WeightUpdate,
+    check_receipt,
+    publish_weights,
+)
+from rl_core.weights.broadcast import BroadcastTransport
+from rl_distill.learner import LearnerOptions
+from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.supervised import supervised_objective
+from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
+from rl_rollout.testing.reference_model import perturbed, reference_logprobs, token_logprobs
+
+pytest.importorskip("vllm")
+
+HIDDEN, NUM_EXPERTS, NUM_LAYERS = 64, 4, 2
+NUM_FAULTS = 50
+"""Of each of the two engines; each layer has one at a time."""
+SEQUENCES = [np.random.default_rng(length).integers(2, 40, length).astype(np.int32) for length in (7, 40, 23, 64)]
+LEARNER = LearnerOptions(learning_rate=3e-3, micro_batch_tokens=256, num_threads=1)
+
+
+class Mixture(NamedTuple):
+    """A mixture, and the engine that serves it.
+
+    Attributes:
+        width: Of each expert; 48 is padded to 64 in the kernel.
+        distance: Largest difference of a logprob from the learner's or transformers'.
+    """
+
+    dtype: str
+    width: int
+    distance: float
+    tolerances: ProofTolerances
+    folder: Path
+    learner: MegatronLearner
+    engine: VLLMEngine
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / "model.safetensors")
+
+    def update(self, update: WeightUpdate) -> WeightReceipt:
+        return asyncio.run(self.engine.update_weights(update))
+
+    def check(self, update: WeightUpdate, receipt: WeightReceipt) -> float:
+        return check_receipt(update, receipt, tolerances=self.tolerances)
+
+    def distance_to(self, tensors: Mapping[str, torch.Tensor], scratch: Path) -> float:
+        """From what transformers says with other weights; it loads them from a folder, where it joins experts."""
+        shutil.copytree(self.folder, scratch, dirs_exist_ok=True)
+        save_file(dict(tensors), scratch / "model.safetensors", metadata={"format": "pt"})
+        expected = [token_logprobs(reference_logprobs(scratch, sequence), sequence) for sequence in SEQUENCES]
+        found = asyncio.run(self.engine.score(SEQUENCES))
+        return max(float(np.abs(row[1:] - right).max()) for row, right in zip(found, expected, strict=True))
+
+
+MIXTURES = (
+    ("float32", 64, 1e-4, ProofTolerances(canary=1e-4)),
+    ("bfloat16", 48, 0.3, BFLOAT16_TOLERANCES),
+)
+
+
+@pytest.fixture(scope="module", params=MIXTURES, ids=["float32", "bfloat16, padded"])
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
+    """One is closed before the other starts: a process holds one engine of vLLM's."""
+    dtype, width, *_ = request.param
+    folder = write_mixture(tmp_path_factory.mktemp("mixture"), width)
+    options = VLLMOptions(max_model_len=96, max_num_seqs=16, kv_cache_gib=0.004, num_threads=1, dtype=dtype)
+    learner, engine = MegatronLearner(folder, LEARNER), VLLMEngine(folder, options)
+    asyncio.run(engine.start())
+    yield Mixture(*request.param, folder, learner, engine)
+    asyncio.run(engine.close())
+    learner.close()
+
+
+def write_mixture(folder: Path, width: int) -> Path:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=40,
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        moe_intermediate_size=width,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.15,
+    )
+    Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+def packed(tensors: Mapping[str, torch.Tensor], *, version: int) -> WeightUpdate:
+    return TensorTransport().pack(tensors, version=version, tied={})
+
+
+def differing(receipt: WeightReceipt) -> set[str]:
+    return {name for name, probe in receipt.live.items() if np.isnan(probe).any()}
+
+
+def is_of_experts(name: str) -> bool:
+    return ".experts." in name
+
+
+def test_five_updates_of_the_learner_are_served_as_it_computes_them(mixture: Mixture) -> None:
+    learner = mixture.learner
+    ids = Ragged.from_rows(SEQUENCES, dtype="int32")
+    ones = np.ones(len(ids.values), np.float32)
+    columns = {"loss_mask": ones.astype(bool), "loss_weights": ones / len(ones)}
+    keys = [RowKey(f"{index}", 0, 0) for index in range(len(SEQUENCES))]
+    batch = Batch(keys, {"input_ids": ids, **{name: Ragged(values, ids.offsets) for name, values in columns.items()}})
+    before = learner.logprobs(batch).values.copy()
+    for version in range(1, 6):
+        learner.train_step(batch, supervised_objective)
+        logprobs = learner.logprobs(batch)
+        update = TensorTransport().pack(learner.export_weights(), version=version, tied=learner.tied)
+        canary = Canary(sequences=SEQUENCES, logprobs=list(logprobs))
+        report = asyncio.run(publish_weights(update, [mixture.engine], canary=canary, tolerances=mixture.tolerances))
+        assert report.canary_max_diff < mixture.distance
+        assert report.num_tensors == 3 + NUM_LAYERS * (9 + 3 * NUM_EXPERTS)
+    assert np.abs(logprobs.values - before).max() > 1, "five updates must move the policy, or the test says nothing"
+
+
+@pytest.mark.parametrize("transport", [TensorTransport, SharedFileTransport, BroadcastTransport])
+def test_updates_are_served_and_proven(transport: Any, mixture: Mixture, tmp_path: Path) -> None:
+    tensors = perturbed(mixture.weights, scale=0.02)
+    sender = transport()
+    update = sender.pack(tensors, version=7, tied={})
+    assert mixture.check(update, mixture.update(update)) < mixture.tolerances.probe
+    sender.close()
+    assert mixture.distance_to(tensors, tmp_path) < mixture.distance
+
+
+FAULTS = ("swapped", "stale", "transposed", "one element")
+
+
+class Fault:
+    """A fault in the experts of one live layer, drawn by a number.
+
+    Attributes:
+        kind: Of FAULTS.
+        named: The tensors that serve something else afterwards; of one element, those among which one does.
+    """
+
+    def __init__(self, number: int, layer: int) -> None:
+        self._draw, self._layer = random.Random(NUM_LAYERS * number + layer), layer
+        self.kind = FAULTS[(number + layer) % len(FAULTS)]
+        self._is_down = self.kind == "transposed" or self._draw.random() < 0.5
+        self.named: set[str] = set()
+
+    def before(self, worker: Any) -> None:
+        """Remember what is served before the update."""
+        self._old = self._weight(worker).clone()
+
+    def after(self, worker: Any) -> None:
+        """Break what is served after it."""
+        weight, (one, other) = self._weight(worker), self._draw.sample(range(NUM_EXPERTS), 2)
+        if self.kind == "swapped":
+            weight[[one, other]] = weight[[other, one]]
+            self._name([one, other])
+        elif self.kind == "stale":
+            weight.copy_(self._old)
+            self._name(range(NUM_EXPERTS))
+        elif self.kind == "transposed":
+            isa = routed(worker)[self._layer].quant_method.moe_kernel.fused_experts.isa
+            weight[one] = repacked(weight[one], isa, lambda tensor: tensor.T)
+            self._name([one])
+        else:
+            element = self._draw.choice(weight[one].flatten().nonzero().flatten().tolist())  # padding is 0
+            bits = weight[one].view(-1).view(torch.int16)
+            bits[element * weight.itemsize // 2] ^= 1  # the lowest of its bits
+            self._name([one])
+
+    def _weight(self, worker: Any) -> torch.Tensor:
+        layer = routed(worker)[self._layer]
+        return (layer.w2_weight if self._is_down else layer.w13_weight).data
+
+    def _name(self, experts: Iterable[int]) -> None:
+        projections = ["down_proj"] if self._is_down else ["gate_proj", "up_proj"]
+        prefix = f"model.layers.{self._layer}.mlp.experts"
+        self.named = {f"{prefix}.{expert}.{name}.weight" for expert in experts for name in projections}
+
+
+def routed(worker: Any) -> list[Any]:
+    model = worker.worker.model_runner.get_model()
+    return [module for module in model.modules() if type(module).__name__ == "RoutedExperts"]
+
+
+def repacked(weight: torch.Tensor, isa: str, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A packed square matrix, changed."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    from rl_rollout.engines.vllm.mixtures import _places
+
+    plain = weight.take(_places(tuple(weight.shape), weight.dtype, isa))
+    return cpu_prepack_moe_weight(change(plain).contiguous().unsqueeze(0), isa)[0]
+
+
+def act_before(mixture: Mixture, method: str, act: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let something happen to the worker before the engine calls a method of it."""
+    core = mixture.engine._stepper._core  # type: ignore[union-attr] # vLLM's stepper
+    ask = core.collective_rpc
+
+    def act_and_ask(asked: str, *args: Any, **kwargs: Any) -> Any:
+        if asked == method:
+            ask(act)
+        return ask(asked, *args, **kwargs)
+
+    monkeypatch.setattr(core, "collective_rpc", act_and_ask)
+
+
+def test_faults_in_live_experts_are_named(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    updates = [packed(perturbed(mixture.weights, scale=1e-4 * version), version=version) for version in (1, 2)]
+    for number in range(NUM_FAULTS // NUM_LAYERS):
+        update, faults = updates[number % 2], [Fault(number, layer) for layer in range(NUM_LAYERS)]
+        with monkeypatch.context() as patch:
+            for fault in faults:
+                act_before(mixture, "replace_all_weights", fault.before, patch)
+                act_before(mixture, "probe_live_weights", fault.after, patch)
+            receipt = mixture.update(update)
+        found = differing(receipt)
+        with pytest.raises(WeightProofError, match="serves something else: it was read back with other bits") as raised:
+            mixture.check(update, receipt)
+        assert raised.value.tensor in found
+        assert found <= set.union(*(fault.named for fault in faults))
+        for fault in faults:
+            assert len(found & fault.named) == (1 if fault.kind == "one element" else len(fault.named)), fault.kind
+    mixture.check(updates[0], mixture.update(updates[0]))
+
+
+def test_a_stale_router_is_named(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, tensors = "model.layers.1.mlp.gate.weight", perturbed(mixture.weights, scale=0.1)
+    update = packed(tensors, version=9)
+    stale = {**tensors, name: mixture.weights[name]}
+    act_before(mixture, "probe_live_weights", lambda worker: worker.replace_all_weights(stale, []), monkeypatch)
+    with pytest.raises(WeightProofError, match="serves something else") as raised:
+        mixture.check(update, mixture.update(update))
+    assert raised.value.tensor == name
+
+
+def test_experts_whose_kernel_cannot_be_read_are_refused(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_rollout.engines.vllm.mixtures.READABLE", ())
+    before = asyncio.run(mixture.engine.score(SEQUENCES[:1]))[0]
+    with pytest.raises(EngineError, match=r"layers\.0\.mlp\.experts.*cannot be read back") as raised:
+        mixture.update(packed(perturbed(mixture.weights, scale=0.1), version=9))
+    assert not isinstance(raised.value, EngineDiedError)
+    assert np.array_equal(asyncio.run(mixture.engine.score(SEQUENCES[:1]))[0], before)
+
+
+def test_vllm_still_needs_to_be_told_to_pack(mixture: Mixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine's last test. Once it fails, vLLM packs by itself, and `before_reload` need not help."""
+    monkeypatch.setattr("rl_rollout.engines.vllm.worker.before_reload", lambda model: None)
+    tensors = perturbed(mixture.weights, scale=0.02)
+    update = packed(tensors, version=8)
+    if mixture.width % 32:  # the kernel's tensors have another shape
+        with pytest.raises(EngineDiedError, match="version 8 could not be loaded"):
+            mixture.update(update)
+        return
+    receipt = mixture.update(update)
+    assert differing(receipt) == {name for name in tensors if is_of_experts(name)}
+    assert mixture.distance_to(tensors, tmp_path) > 1
