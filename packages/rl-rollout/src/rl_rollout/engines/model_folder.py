@@ -90,27 +90,27 @@ def max_positions(model_dir: Path) -> int:
     Raises:
         EngineError: config.json does not say.
     """
-    file = model_dir / "config.json"
-    config = _read(file)
-    text = config.get("text_config", config)
-    found = text.get("max_position_embeddings") if isinstance(text, dict) else None
-    if type(found) is not int or not 1 <= found <= MAX_SIZES["max_position_embeddings"]:
-        raise EngineError(f"{file} has no max_position_embeddings. Set max_model_len.")
-    return found
+    return _size(model_dir, "max_position_embeddings", advice=" Set max_model_len.")
 
 
+@converts_arguments
 def vocabulary_size(model_dir: Path) -> int:
     """Tokens that the model knows.
 
     Raises:
         EngineError: config.json does not say.
     """
+    return _size(model_dir, "vocab_size")
+
+
+def _size(model_dir: Path, name: str, *, advice: str = "") -> int:
+    """Of the model's text, if it also takes something else."""
     file = model_dir / "config.json"
     config = _read(file)
     text = config.get("text_config", config)
-    found = text.get("vocab_size") if isinstance(text, dict) else None
-    if type(found) is not int or not 1 <= found <= MAX_SIZES["vocab_size"]:
-        raise EngineError(f"{file} has no vocab_size.")
+    found = text.get(name) if isinstance(text, dict) else None
+    if type(found) is not int or not 1 <= found <= MAX_SIZES[name]:
+        raise EngineError(f"{file} has no {name}.{advice}")
     return found
 
 
