@@ -230,16 +230,9 @@ def _experts_of(trajectories: Sequence[Trajectory]) -> ExpertArray | None:
     """[T, layers, top_k] of all tokens; None where no trajectory has experts."""
     shapes = {t.routed_experts.shape[1:] for t in trajectories if t.routed_experts is not None}
     if len(shapes) > 1:
-        raise ShapeError(f"routed_experts must have the same layers and top_k in all trajectories; found {sorted(shapes)}.")
-    if not shapes:
-        return None
-    return np.concatenate(
-        [
-            np.full((len(t.input_ids), *shape), -1, np.int16) if t.routed_experts is None else t.routed_experts
-            for t in trajectories
-            for shape in shapes
-        ]
-    )
+        raise ShapeError(f"routed_experts must have one [layers, top_k] in all trajectories; found {sorted(shapes)}.")
+    given = [(t.routed_experts, (len(t.input_ids), *shape)) for shape in shapes for t in trajectories]
+    return np.concatenate([np.full(of, -1, np.int16) if e is None else e for e, of in given]) if given else None
 
 
 def _as_slice(indices: NDArray[np.int64]) -> slice | NDArray[np.int64]:

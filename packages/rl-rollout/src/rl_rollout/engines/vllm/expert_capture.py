@@ -66,7 +66,9 @@ class ExpertStore:
         slots = []
         for _, blocks, start, stop in wanted:
             position = np.arange(start, stop)
-            slots.append(np.asarray(blocks)[position // self._block_size] * self._block_size + position % self._block_size)
+            slots.append(
+                np.asarray(blocks)[position // self._block_size] * self._block_size + position % self._block_size
+            )
         index = torch.from_numpy(np.concatenate(slots)).to(self._slots.device)
         found = self._slots.index_select(0, index).cpu().numpy()
         return np.split(found, np.cumsum([len(one) for one in slots])[:-1])
@@ -94,7 +96,9 @@ class ExpertRows:
     aborted, preempted, or its weights are replaced) the rows are asked for that are not known yet.
     """
 
-    def __init__(self, scheduler: Any, ask: Callable[[Sequence[KeptRows]], list[ExpertArray]], shape: tuple[int, int]) -> None:
+    def __init__(
+        self, scheduler: Any, ask: Callable[[Sequence[KeptRows]], list[ExpertArray]], shape: tuple[int, int]
+    ) -> None:
         """Listen to a scheduler.
 
         Args:

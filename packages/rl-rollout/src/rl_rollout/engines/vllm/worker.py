@@ -20,8 +20,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from rl_core.data import ExpertArray
 from rl_core.weights import Broadcast, tensor_crc32c
-from rl_rollout.engines.vllm.expert_capture import ExpertStore, KeptRows
 from rl_rollout.engines.vllm.broadcast import ReceiveRequest, receive_all
+from rl_rollout.engines.vllm.expert_capture import ExpertStore, KeptRows
 from rl_rollout.engines.vllm.live_weights import LiveParts, live_parts
 from rl_rollout.engines.vllm.prompt_scores import score_in_pieces
 from rl_rollout.engines.vllm.worker_processes import unlink_what_workers_share
