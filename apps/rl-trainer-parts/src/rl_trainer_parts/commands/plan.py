@@ -214,7 +214,7 @@ def _experts(settings: Settings) -> Iterator[str]:
     token = EXPERT_BYTES * math.prod(shape)
     longest = settings.prompts.max_tokens + rollout.max_response_tokens
     step = rollout.prompts_per_step * rollout.group_size * longest * token
-    yield f"  experts    {token} bytes a token, in the engine's cache and in trajectories: at most {step / GIB:.2f} GiB a step"
+    yield f"  experts    {token} bytes a token, in the engine and in trajectories: at most {step / GIB:.2f} GiB a step"
 
 
 def _files(settings: Settings) -> Iterator[str]:

@@ -69,8 +69,8 @@ class Generation:
         policy_versions: [R] int32 version of the weights that sampled each token.
         finish_reason: "stop", "length" or "abort".
         num_preempted: How often the engine had to start it again.
-        routed_experts: [P + R, layers, top_k] int16 experts that each token of prompt and response used, -1 where that is
-            not known, as of the last token; None from engines and models that tell none.
+        routed_experts: [P + R, layers, top_k] int16 experts that each token of prompt and response used, -1 where that
+            is not known, as of the last token; None from engines and models that tell none.
     """
 
     token_ids: Annotated[IntArray, Axes("R")]
