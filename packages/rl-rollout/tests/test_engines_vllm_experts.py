@@ -263,7 +263,9 @@ def test_enough_rows_were_looked_at(reference: Reference) -> None:
 
 @pytest.mark.soak
 def test_two_ranks_of_a_replica_in_a_process_tell_them_too(mixture_dir: Path, reference: Reference) -> None:
-    options = VLLMOptions(tensor_parallel_size=2, max_model_len=160, max_num_batched_tokens=128, kv_cache_gib=0.01)
+    options = VLLMOptions(
+        tensor_parallel_size=2, max_model_len=160, max_num_seqs=64, max_num_batched_tokens=64, kv_cache_gib=0.01
+    )
     replica = ProcessEngine("vllm", mixture_dir, options, host=EnginePlacement(environment={"OMP_NUM_THREADS": "1"}))
     requests = [request_of(n, n, num_samples=6) for n in (3, 32, 65, 129)]
 

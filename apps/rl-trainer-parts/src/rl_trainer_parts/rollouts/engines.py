@@ -2,13 +2,12 @@
 
 import asyncio
 from dataclasses import fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
 from rl_core.errors import DeadlineError, RLError, SettingsError
-from rl_distill import PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill import parse_policy_config, read_policy_config
 from rl_rollout.engines import RolloutEngine, TransformersOptions, VLLMOptions, engine_class
 from rl_trainer_parts.settings.schema import Settings
 
@@ -122,12 +121,7 @@ def expert_shape(settings: Settings) -> tuple[int, int] | None:
     if not is_told or settings.policy.learner != "megatron" or settings.distillation.texts is not None:
         return None
     try:
-        config = _policy_config(settings.policy.path)
+        config = parse_policy_config(read_policy_config(settings.policy.path))
     except RLError:  # the checks say what is wrong with it
         return None
     return None if config.mixture is None else (config.num_layers, config.mixture.top_k)
-
-
-@cache
-def _policy_config(folder: Path) -> PolicyConfig:
-    return parse_policy_config(read_policy_config(folder))
