@@ -262,6 +262,35 @@ def test_enough_rows_were_looked_at(reference: Reference) -> None:
 
 
 @pytest.mark.soak
+def test_any_mix_of_requests_resets_and_aborts(engine: VLLMEngine, reference: Reference, seed: int) -> None:
+    rng, before = np.random.default_rng(seed), reference.num_rows
+
+    async def mix() -> None:
+        for number in range(30):
+            lengths = rng.integers(1, 150, 5).tolist()
+            requests = [
+                request_of(
+                    1000 * number + index if rng.random() < 0.7 else index,  # some come back
+                    length,
+                    num_samples=int(rng.integers(1, 12)),
+                    max_tokens=int(rng.integers(1, 160 - length)),
+                )
+                for index, length in enumerate(lengths)
+            ]
+            running = asyncio.ensure_future(ask(engine, requests))
+            for _ in range(rng.integers(0, 4)):
+                await engine.generate(request_of(1, 3, max_tokens=int(rng.integers(1, 20))))
+                if rng.random() < 0.3:
+                    await engine.reset_prefix_cache()
+                if rng.random() < 0.3:
+                    await engine.abort([requests[rng.integers(5)].request_id or ""])
+            reference.check_all(requests, await running)
+
+    asyncio.run(mix())
+    assert reference.num_rows - before > 20_000 * len(MIXTURES)
+
+
+@pytest.mark.soak
 def test_two_ranks_of_a_replica_in_a_process_tell_them_too(mixture_dir: Path, reference: Reference) -> None:
     options = VLLMOptions(
         tensor_parallel_size=2, max_model_len=160, max_num_seqs=64, max_num_batched_tokens=64, kv_cache_gib=0.01

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
-    RoutedExpertsCapturer,
+    RoutedExpertsCaptureSource,
     bind_routed_experts_capturer,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -46,11 +47,14 @@ class ExpertStore:
         kv_cache, self._group = runner.kv_cache_config, whole_group(runner.kv_cache_config)
         self._runner = runner
         self._block_size: int = kv_cache.kv_cache_groups[self._group].kv_cache_spec.block_size
-        self._step = RoutedExpertsCapturer(runner.max_num_tokens, runner.vllm_config)
-        self._step.device_buffer.fill_(-1)  # layers that are no mixtures stay so
-        bind_routed_experts_capturer(runner.get_model(), self._step)
-        shape = (kv_cache.num_blocks * self._block_size, *self._step.shape_per_token)
-        self._slots = torch.full(shape, -1, dtype=torch.int16, device=self._step.device_buffer.device)
+        model, config = runner.get_model(), runner.model_config
+        routed = [each for each in model.modules() if isinstance(each, MoERunner | RoutedExpertsCaptureSource)]
+        self._layers: list[int] = sorted(each.layer_id for each in routed)
+        self._shape = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
+        slots = kv_cache.num_blocks * self._block_size, len(self._layers), self._shape[1]
+        self._slots = torch.full(slots, -1, dtype=torch.int16, device=runner.device)
+        self._chosen: dict[int, torch.Tensor] = {}
+        bind_routed_experts_capturer(model, self)
         execute = runner.execute_model
 
         def execute_and_keep(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
@@ -59,6 +63,10 @@ class ExpertStore:
             return output
 
         runner.execute_model = execute_and_keep
+
+    def capture(self, layer: int, chosen: torch.Tensor) -> None:
+        """Keep what a router chose, [tokens, top_k], until the step is over; called by vLLM."""
+        self._chosen[layer] = chosen
 
     @torch.inference_mode()
     def rows(self, wanted: Sequence[KeptRows]) -> list[ExpertArray]:
@@ -70,7 +78,8 @@ class ExpertStore:
                 np.asarray(blocks)[position // self._block_size] * self._block_size + position % self._block_size
             )
         index = torch.from_numpy(np.concatenate(slots)).to(self._slots.device)
-        found = self._slots.index_select(0, index).cpu().numpy()
+        found = np.full((len(index), *self._shape), -1, np.int16)
+        found[:, self._layers] = self._slots.index_select(0, index).cpu().numpy()
         return np.split(found, np.cumsum([len(one) for one in slots])[:-1])
 
     @torch.inference_mode()
@@ -79,12 +88,12 @@ class ExpertStore:
         num_tokens = scheduler_output.total_num_scheduled_tokens
         if not num_tokens:
             return
-        slots = self._runner.input_batch.block_table[self._group].slot_mapping.gpu[:num_tokens].long()
-        rows = self._step.device_buffer[:num_tokens].to(torch.int16)
+        slots = self._runner.input_batch.block_table[self._group].slot_mapping.gpu[:num_tokens]
+        rows = torch.stack([self._chosen[layer][:num_tokens] for layer in self._layers], 1).to(torch.int16)
         self._slots.index_copy_(0, slots, rows)
         copies = scheduler_output.kv_connector_metadata
         if isinstance(copies, BlockCopies) and copies.sources:
-            blocks = self._slots.unflatten(0, (-1, self._block_size))
+            blocks = self._slots.view(-1, self._block_size, *self._slots.shape[1:])
             blocks[copies.targets] = blocks[copies.sources]
             self._slots.index_copy_(0, slots, rows)  # what a sample computed itself counts, not what its leader did
 
