@@ -89,7 +89,7 @@ class ExpertStore:
         if not num_tokens:
             return
         slots = self._runner.input_batch.block_table[self._group].slot_mapping.gpu[:num_tokens]
-        rows = torch.stack([self._chosen[layer][:num_tokens] for layer in self._layers], 1).to(torch.int16)
+        rows = torch.stack([self._chosen[layer] for layer in self._layers], 1)[:num_tokens].to(torch.int16)
         self._slots.index_copy_(0, slots, rows)
         copies = scheduler_output.kv_connector_metadata
         if isinstance(copies, BlockCopies) and copies.sources:
