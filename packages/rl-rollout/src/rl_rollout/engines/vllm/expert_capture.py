@@ -127,13 +127,9 @@ class ExpertRows:
     def pop(self, request_id: str, num_tokens: int) -> ExpertArray:
         """[num_tokens, layers, top_k] of a request that has ended; -1 where nothing is known."""
         self._fetch()
-        rows = np.full((num_tokens, *self._shape), -1, np.int16)
-        known = self._known.pop(request_id, ())
-        self._num_known.pop(request_id, None)
-        if known:
-            joined = np.concatenate(known)
-            rows[: len(joined)] = joined
-        return rows
+        num_unknown = num_tokens - self._num_known.pop(request_id, 0)
+        unknown = np.full((num_unknown, *self._shape), -1, np.int16)
+        return np.concatenate([*self._known.pop(request_id, ()), unknown])
 
     def request_finished(self, request: Request) -> None:
         """A request is about to lose its blocks; called by vLLM."""
