@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.loops.conversation import Conversation, TurnLimits
 from rl_rollout.loops.protocol import LoopContext
 from rl_rollout.rewards.scorer import RewardScorer
-from rl_rollout.testing import joined
+from rl_rollout.testing import joined, refuses
 
 MIXTURES = (0, 2)
 """Layers of the model that are mixtures; layer 1 is dense."""
@@ -253,6 +254,16 @@ def test_a_response_that_goes_on_under_other_weights_keeps_the_experts_that_samp
         reference.check([sequence[: first_new + 1]], [kept])
         other.check([sequence], [sample.routed_experts], start=first_new)
     asyncio.run(engine._call(change, lambda weight: weight.copy_(original)))
+
+
+def test_a_model_that_forgets_tokens_is_refused_with_what_to_set(engine: VLLMEngine) -> None:
+    from rl_rollout.engines.vllm.expert_capture import whole_group  # imports vLLM, which the engine's start has set up
+
+    sliding = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=object())])
+    with refuses("Set capture_experts = false"):
+        whole_group(sliding)
+    whole = engine._stepper._core.scheduler.kv_cache_config.kv_cache_groups
+    assert whole_group(SimpleNamespace(kv_cache_groups=[*sliding.kv_cache_groups, *whole])) == 1
 
 
 def test_enough_rows_were_looked_at(reference: Reference) -> None:
