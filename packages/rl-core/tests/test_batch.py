@@ -126,6 +126,20 @@ def test_trajectories_become_columns():
     assert batch.group_index().tolist() == [0, 1]
 
 
+def test_experts_become_a_column_and_are_minus_one_where_nobody_told_them():
+    experts = np.arange(20, dtype=np.int16).reshape(5, 2, 2)
+    told, untold = make_trajectory("p0", 0, routed_experts=experts), make_trajectory("p0", 1, num_response_tokens=1)
+    column = Batch.from_trajectories([told, untold]).ragged("routed_experts")
+    assert column[0].tolist() == experts.tolist()
+    assert column[1].tolist() == np.full((3, 2, 2), -1).tolist()
+    assert "routed_experts" not in Batch.from_trajectories([untold])
+    other = make_trajectory("p1", 0, routed_experts=experts[:, :1])
+    with pytest.raises(ShapeError, match=r"one \[layers, top_k\] in all trajectories; found \[\(1, 2\), \(2, 2\)\]"):
+        Batch.from_trajectories([told, other])
+    with pytest.raises(ShapeError, match="with T = 5"):
+        make_trajectory("p0", 0, routed_experts=experts[1:])
+
+
 def test_group_index_counts_prompts_by_first_appearance():
     keys = [RowKey(uid, session, 0) for session, uid in enumerate(["b", "a", "b", "c", "a"])]
     assert Batch(keys, {}).group_index().tolist() == [0, 1, 0, 2, 1]

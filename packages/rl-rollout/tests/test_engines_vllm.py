@@ -157,6 +157,11 @@ def test_draws_leave_the_global_generator_alone(vllm_engine: VLLMEngine) -> None
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_dense_model_has_no_experts_to_tell(vllm_engine: VLLMEngine) -> None:
+    (sample,) = generate(vllm_engine)
+    assert sample.routed_experts is None
+
+
 def test_a_process_holds_one_vllm_engine(vllm_engine: VLLMEngine, tied_model_dir: Path) -> None:
     second = VLLMEngine(tied_model_dir, VLLMOptions(max_model_len=64))
     with refuses("holds a vLLM engine already"):

@@ -24,6 +24,7 @@ from rl_rollout import (
 )
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.loops import trajectory_of
+from rl_rollout.loops.outcomes import join_experts
 
 BAD = "p0"
 UNAUDITED = RolloutOptions(audit=AuditOptions(share=0.0))
@@ -44,6 +45,16 @@ async def sampled(prompt, session_index, context):
     request = GenerateRequest(input_ids=prompt.input_ids, sampling=context.session_sampling(session_index))
     (generation,) = await context.engine.generate(request)
     return replace(trajectory_of(prompt, generation, session_index=session_index, generate_s=0.0), reward=1.0)
+
+
+def test_experts_are_those_of_the_first_request_that_told_them():
+    def told(*experts: int) -> np.ndarray:
+        return np.array(experts, np.int16).reshape(-1, 1, 1)
+
+    joined = join_experts([told(4, 5, -1), None, told(9, 9, 6, 7, -1)], 6)
+    assert joined is not None
+    assert joined.ravel().tolist() == [4, 5, 6, 7, -1, -1]
+    assert join_experts([None], 6) is None
 
 
 class Changing(SessionLoop):

@@ -27,6 +27,10 @@ OBJECTS = st.dictionaries(TEXT, JSON, max_size=3)
 LOGPROBS = st.floats(width=32) | st.sampled_from([-0.0, -math.inf, math.nan])
 
 
+def experts_of(length):
+    return np.arange(length * 6, dtype=np.int16).reshape(length, 2, 3)
+
+
 @st.composite
 def rows(draw, place, *, reward):
     length = draw(st.integers(0, 6))
@@ -49,6 +53,7 @@ def rows(draw, place, *, reward):
             generate_s=draw(st.floats(0, 9)), tools_s=draw(st.floats(0, 9)), preemptions=draw(st.integers(0, 9))
         ),
         extras=draw(OBJECTS),
+        routed_experts=draw(st.none() | st.just(experts_of(length))),
     )
 
 
@@ -85,6 +90,25 @@ def test_any_groups_come_back_to_the_bit(groups):
     found = decode_groups(dict(iter_arrays(groups)), path="entry")
     assert_same_groups(found, groups)
     assert count(found) == count(groups)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("routed_experts", lambda array: array[:-1]),
+        ("expert_shapes", lambda array: array[:-1]),
+        ("expert_shapes", lambda array: -array),
+        ("expert_shapes", lambda array: array * 2**14),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(name, change):
+    (group,) = make_groups(1, 1)
+    row = replace(group.trajectories[0], routed_experts=experts_of(len(group.trajectories[0].input_ids)))
+    arrays = dict(iter_arrays([replace(group, sessions=(SessionResult(trajectories=(row,)),))]))
+    with pytest.raises(BrokenEntryError, match="expert"):
+        decode_groups({**arrays, name: change(arrays[name])}, path="entry")
+    with pytest.raises(BrokenEntryError, match="it has the arrays"):
+        decode_groups({key: array for key, array in arrays.items() if key != name}, path="entry")
 
 
 @pytest.mark.soak

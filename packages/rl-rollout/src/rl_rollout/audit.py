@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rl_core.data import NO_VERSION, BoolArray, FloatArray, IntArray, Trajectory
+from rl_core.data import NO_VERSION, BoolArray, ExpertArray, FloatArray, IntArray, Trajectory
 from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
@@ -43,12 +43,14 @@ class SampledSpan:
         token_ids: [R] int32 what it sampled.
         logprobs: [R] float32.
         policy_versions: [R] int32.
+        routed_experts: [P + R, layers, top_k] int16, where the engine told them.
     """
 
     input_ids: IntArray
     token_ids: IntArray
     logprobs: FloatArray
     policy_versions: IntArray
+    routed_experts: ExpertArray | None = None
 
     @classmethod
     def of(cls, input_ids: IntArray, generation: Generation) -> "SampledSpan":
@@ -58,6 +60,7 @@ class SampledSpan:
             token_ids=np.array(generation.token_ids),
             logprobs=np.array(generation.logprobs),
             policy_versions=np.array(generation.policy_versions),
+            routed_experts=None if generation.routed_experts is None else np.array(generation.routed_experts),
         )
 
 

@@ -10,11 +10,12 @@ from rl_core.files import read_safetensors_header
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
-from rl_trainer_parts.rollouts.engines import replica_pool
+from rl_trainer_parts.rollouts.engines import expert_shape, replica_pool
 from rl_trainer_parts.settings.schema import Settings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ADAM_BYTES = 8
+EXPERT_BYTES = 2
 GRADIENT_BYTES = 4
 MASTER_BYTES = 4
 GIB = 2**30
@@ -221,6 +222,18 @@ def _memory(settings: Settings) -> Iterator[str]:
         yield f"  reference  {reference / GIB:.2f} GiB"
     yield from _teacher_memory(settings)
     yield f"  engine     {engine / GIB:.2f} GiB weights + {settings.engine.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
+    yield from _experts(settings)
+
+
+def _experts(settings: Settings) -> Iterator[str]:
+    """What the experts that a mixture's engine reports take, in the engine beside each token of its KV cache."""
+    shape, rollout = expert_shape(settings), settings.rollout
+    if shape is None:
+        return
+    token = EXPERT_BYTES * math.prod(shape)
+    longest = settings.prompts.max_tokens + rollout.max_response_tokens
+    step = rollout.prompts_per_step * rollout.group_size * longest * token
+    yield f"  experts    {token} bytes a token, in the engine and in trajectories: at most {step / GIB:.2f} GiB a step"
 
 
 def _files(settings: Settings) -> Iterator[str]:

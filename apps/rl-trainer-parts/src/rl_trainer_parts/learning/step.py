@@ -7,7 +7,7 @@ from rl_distill.objectives import AdaptiveKL, mean_reference_kl
 from rl_metrics.reductions import Recorder
 from rl_trainer_parts.learning.parts import LearningParts
 from rl_trainer_parts.learning.preparation import prepare_batch
-from rl_trainer_parts.learning.updates import update, with_update
+from rl_trainer_parts.learning.updates import update, with_update, without_experts
 
 
 def learn(
@@ -52,7 +52,7 @@ def with_late_columns(parts: LearningParts, rows: Batch, recorder: Recorder) -> 
         rows = rows.with_columns({"old_logprobs": found})
     if learners.critic is not None:
         with recorder.timer("values"):
-            found = learners.critic.values(rows)
+            found = learners.critic.values(without_experts(rows))
         rows = rows.with_columns({"values": found})
     return rows
 

@@ -139,6 +139,7 @@ def teacher_engine_options(settings: Settings, name: str) -> VLLMOptions:
         gpu_memory_utilization=teacher.gpu_memory_utilization,
         can_sleep=teacher.sleep,
         max_top_k=max(chosen.num_top, 1),
+        capture_experts=False,
         num_threads=teacher.num_threads,
     )
 

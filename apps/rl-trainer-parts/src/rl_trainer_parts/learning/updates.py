@@ -45,7 +45,8 @@ def update(
         if parts.learners.critic is not None:
             with recorder.timer("update_critic"):
                 loss = value_objective(clip=settings.critic.value_clip)
-                _record(parts, recorder, "critic", parts.learners.critic.train_step(weighted, loss), weighted)
+                result = parts.learners.critic.train_step(without_experts(weighted), loss)
+                _record(parts, recorder, "critic", result, weighted)
         if not critic_alone:
             with recorder.timer("update_actor"):
                 result = parts.learners.policy.train_step(
@@ -60,6 +61,11 @@ def update(
             _record(parts, recorder, "actor", result, weighted)
 
     return _in_row_order(batch, seen)
+
+
+def without_experts(batch: Batch) -> Batch:
+    """A batch for a model that is not the policy: it has no experts, or others."""
+    return batch.only(batch.names - {"routed_experts"})
 
 
 def with_update(prepared: Batch, said: Mapping[str, Ragged], *, loss_mask: Ragged) -> Batch:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
-from rl_core.errors import DeadlineError, SettingsError
+from rl_core.errors import DeadlineError, RLError, SettingsError
+from rl_distill import parse_policy_config, read_policy_config
 from rl_rollout.engines import RolloutEngine, TransformersOptions, VLLMOptions, engine_class
 from rl_trainer_parts.settings.schema import Settings
 
@@ -106,8 +107,21 @@ def engine_options(settings: Settings) -> Any:
         settings.engine,
         max_model_len=settings.engine.max_model_len or longest,
         can_sleep=settings.engine.can_sleep or settings.rollout.sleep,
+        capture_experts=settings.engine.capture_experts and settings.policy.learner == "megatron",
     )
     if settings.rollout.engine != "transformers":
         return options
     shared = {field.name for field in fields(TransformersOptions)} & {field.name for field in fields(VLLMOptions)}
     return TransformersOptions(**{name: getattr(options, name) for name in shared})
+
+
+def expert_shape(settings: Settings) -> tuple[int, int] | None:
+    """Layers, and experts of a token, that rollouts tell of a mixture for the learner; None where they tell none."""
+    is_told = settings.rollout.engine == "vllm" and settings.engine.capture_experts
+    if not is_told or settings.policy.learner != "megatron" or settings.distillation.texts is not None:
+        return None
+    try:
+        config = parse_policy_config(read_policy_config(settings.policy.path))
+    except RLError:  # the checks say what is wrong with it
+        return None
+    return None if config.mixture is None else (config.num_layers, config.mixture.top_k)

@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-from rl_core import Batch, Prompt, TaskSpec, Trajectory, TransferQueue
+import numpy as np
+
+from rl_core import Batch, Prompt, Ragged, TaskSpec, Trajectory, TransferQueue
 from rl_core.errors import DataError
 from rl_core.weights import SharedFileTransport, TensorTransport, WeightTransport
 from rl_core.weights.broadcast import BroadcastTransport
@@ -17,11 +19,14 @@ from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.learning.distillation import has_teachers
 from rl_trainer_parts.learning.objective import gdpo_components
 from rl_trainer_parts.reporting.rollout_rows import rollout_extras
+from rl_trainer_parts.rollouts.engines import expert_shape
 from rl_trainer_parts.rollouts.inputs import make_scorer
 from rl_trainer_parts.settings.schema import Settings
 
 TRAIN = "train"
 """The learner's task in the queue."""
+
+ROUTED_EXPERTS = "routed_experts"
 
 
 def sampling_params(settings: Settings) -> SamplingParams:
@@ -40,6 +45,8 @@ def rollout_columns(settings: Settings) -> frozenset[str]:
     columns = frozenset({"input_ids", "loss_mask", "rollout_logprobs", "policy_versions", "reward"})
     if settings.distillation.texts is not None:
         columns -= {"reward"}
+    if expert_shape(settings) is not None:
+        columns |= {ROUTED_EXPERTS}
     return columns | component_columns(gdpo_components(settings))
 
 
@@ -113,7 +120,7 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
     """
     names = gdpo_components(settings)
     trajectories = [trajectory for _, trajectory in pairs]
-    batch = Batch.from_trajectories(trajectories)
+    batch = _with_experts(Batch.from_trajectories(trajectories), expert_shape(settings))
     if settings.metrics.log_rollouts:
         batch = batch.with_extras([rollout_extras(prompt, trajectory) for prompt, trajectory in pairs])
     if settings.distillation.texts is not None:  # nobody rewards them
@@ -131,3 +138,14 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
             )
     components = [{name: trajectory.reward_components[name] for name in names} for trajectory in trajectories]
     queue.put_batch(with_reward_components(batch, components))
+
+
+def _with_experts(batch: Batch, shape: tuple[int, int] | None) -> Batch:
+    """The column of experts where the learner's task needs it: -1 where nobody told them, as of older cached steps."""
+    if shape is None:
+        return batch.only(batch.names - {ROUTED_EXPERTS})
+    if ROUTED_EXPERTS in batch:
+        return batch
+    ids = batch.ragged("input_ids")
+    unknown = np.full((len(ids.values), *shape), -1, np.int16)
+    return batch.with_columns({ROUTED_EXPERTS: Ragged(unknown, ids.offsets)})

@@ -7,6 +7,7 @@ from rl_core.data.ragged import Index, Ragged, offsets_of, token_positions
 from rl_core.data.records import (
     NO_VERSION,
     BoolArray,
+    ExpertArray,
     FinishReason,
     FloatArray,
     IntArray,
@@ -24,6 +25,7 @@ __all__ = [
     "BoolArray",
     "Column",
     "ColumnSpec",
+    "ExpertArray",
     "FinishReason",
     "FloatArray",
     "Index",

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from rl_core.annotation_rules import array_of, expect, several
 from rl_core.data.columns import BUILT_IN, column_dtype, column_spec
 from rl_core.data.ragged import Array, Ragged, offsets_of, row_indices
-from rl_core.data.records import Json, Trajectory
+from rl_core.data.records import ExpertArray, Json, Trajectory
 from rl_core.data.row_keys import RowKey, RowKeys
 from rl_core.errors import DataError, ShapeError
 
@@ -69,7 +69,11 @@ class Batch:
 
     @classmethod
     def from_trajectories(cls, trajectories: Iterable[Trajectory]) -> "Batch":
-        """Columns of trajectories, in their order; a missing reward becomes NaN."""
+        """Columns of trajectories, in their order; a missing reward becomes NaN, missing experts -1.
+
+        Raises:
+            ShapeError: Their experts differ in layers or in experts of a token.
+        """
         trajectories = several(trajectories, Trajectory, "trajectories")
         token_columns = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
         values = {
@@ -77,6 +81,8 @@ class Batch:
             for name in token_columns
         }
         offsets = offsets_of([len(t.input_ids) for t in trajectories])
+        if (experts := _experts_of(trajectories)) is not None:
+            values["routed_experts"] = experts
         columns: dict[str, Column] = {**Ragged.aligned(values, offsets)}
         rewards = [np.nan if t.reward is None else t.reward for t in trajectories]
         columns["reward"] = np.asarray(rewards, dtype=np.float32)
@@ -226,6 +232,15 @@ class Batch:
     def group_index(self) -> NDArray[np.int64]:
         """[N] index of each row's prompt, numbered by first appearance."""
         return self.keys.by_first_appearance()
+
+
+def _experts_of(trajectories: Sequence[Trajectory]) -> ExpertArray | None:
+    """[T, layers, top_k] of all tokens; None where no trajectory has experts."""
+    shapes = {t.routed_experts.shape[1:] for t in trajectories if t.routed_experts is not None}
+    if len(shapes) > 1:
+        raise ShapeError(f"routed_experts must have one [layers, top_k] in all trajectories; found {sorted(shapes)}.")
+    given = [(t.routed_experts, (len(t.input_ids), *shape)) for shape in shapes for t in trajectories]
+    return np.concatenate([np.full(of, -1, np.int16) if e is None else e for e, of in given]) if given else None
 
 
 def _as_slice(indices: NDArray[np.int64]) -> slice | NDArray[np.int64]:

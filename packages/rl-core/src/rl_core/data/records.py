@@ -12,6 +12,8 @@ from rl_core.record_fields import Axes, record
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+ExpertArray = NDArray[np.int16]
+"""[tokens, layers, top_k] experts of a mixture that tokens used; -1 where that is not known."""
 Json = Any
 """A JSON value: None, bool, int, float, str, list or dict of these."""
 
@@ -73,6 +75,7 @@ class Trajectory:
         reward: Scalar reward, None while not yet scored.
         reward_components: Named parts of the reward.
         timings: What the session cost.
+        routed_experts: [T, layers, top_k] int16 experts of a mixture that the engine used, -1 where that is not known.
         extras: Anything else, as JSON.
     """
 
@@ -87,6 +90,7 @@ class Trajectory:
     reward: float | None = None
     reward_components: Mapping[str, float] = field(default_factory=dict)
     timings: Timings = Timings()
+    routed_experts: Annotated[ExpertArray | None, Axes("T", "layers", "top_k")] = None
     extras: Mapping[str, Json] = field(default_factory=dict)
 
     @property

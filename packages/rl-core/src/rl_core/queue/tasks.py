@@ -17,9 +17,11 @@ ROLLOUT_COLUMNS = frozenset(
         "reward",
         "is_truncated",
         "num_prompt_tokens",
+        "routed_experts",
     }
 )
-"""Columns that rows have from `put`; `reward` only when every row of the group has one."""
+"""Columns that rows have from `put`; `reward` only when every row of the group has one, `routed_experts`
+when one has."""
 
 
 def check_tasks(tasks: Sequence[TaskSpec]) -> None:

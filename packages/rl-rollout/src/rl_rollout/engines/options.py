@@ -28,6 +28,8 @@ class VLLMOptions:
         can_sleep: Let the engine free the GPU's memory for a learner on it while that trains; costs vLLM's own memory
             pool. Nothing on CPUs.
         max_top_k: Most likeliest tokens that it can give beside each scored token; up to the vocabulary.
+        capture_experts: Report which experts of a mixture each token used, for the Megatron learner to replay them; on
+            GPUs it needs enforce_eager. Nothing for dense models.
         num_threads: CPU threads of the engine, of all its processes together; None takes torch's count at the start.
         seed: Of the draws of requests that have none.
     """
@@ -44,6 +46,7 @@ class VLLMOptions:
     enforce_eager: bool = True
     can_sleep: bool = False
     max_top_k: int = 20
+    capture_experts: bool = True
     num_threads: int | None = None
     seed: int = 0
 

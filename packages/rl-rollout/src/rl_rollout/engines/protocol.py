@@ -6,7 +6,7 @@ from typing import Annotated, Protocol
 
 import numpy as np
 
-from rl_core.data import FinishReason, FloatArray, IntArray
+from rl_core.data import ExpertArray, FinishReason, FloatArray, IntArray
 from rl_core.record_fields import Axes, record, settings_record
 from rl_core.weights import WeightReceipt, WeightUpdate
 
@@ -69,6 +69,8 @@ class Generation:
         policy_versions: [R] int32 version of the weights that sampled each token.
         finish_reason: "stop", "length" or "abort".
         num_preempted: How often the engine had to start it again.
+        routed_experts: [P + R, layers, top_k] int16 experts that each token of prompt and response used, -1 where that
+            is not known, as of the last token; None from engines and models that tell none.
     """
 
     token_ids: Annotated[IntArray, Axes("R")]
@@ -76,6 +78,7 @@ class Generation:
     policy_versions: Annotated[IntArray, Axes("R")]
     finish_reason: FinishReason
     num_preempted: int = 0
+    routed_experts: Annotated[ExpertArray | None, Axes("P + R", "layers", "top_k")] = None
 
 
 @record

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import structlog
 
-from rl_core.data import FinishReason, FloatArray, IntArray
+from rl_core.data import ExpertArray, FinishReason, FloatArray, IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, RLError
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
@@ -49,6 +49,7 @@ class Sample:
         finish_reason: None while it runs.
         num_preempted: How often it was started again.
         scores: Of the input_ids, with top_k more columns, when that was asked.
+        routed_experts: Of input_ids and token_ids, once it has ended; None where the stepper tells none.
     """
 
     input_ids: list[int]
@@ -62,6 +63,7 @@ class Sample:
     finish_reason: FinishReason | None = None
     num_preempted: int = 0
     scores: TokenScores | None = None
+    routed_experts: ExpertArray | None = None
 
     def generation(self) -> Generation:
         """The finished sample as engines return it."""
@@ -72,6 +74,7 @@ class Sample:
             policy_versions=np.array(self.policy_versions, dtype=np.int32),
             finish_reason=self.finish_reason or "abort",
             num_preempted=self.num_preempted,
+            routed_experts=self.routed_experts,
         )
 
 

@@ -11,6 +11,7 @@ from rl_core.data import NO_VERSION, FinishReason, IntArray, Json, Prompt, Timin
 from rl_core.errors import EngineError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation
+from rl_rollout.loops.outcomes import join_experts
 from rl_rollout.loops.protocol import LoopContext, SessionResult
 from rl_rollout.loops.single_turn import with_reward
 from rl_rollout.rewards.scorer import Scored, reward_input
@@ -78,6 +79,7 @@ class _Open:
         mask = np.zeros(len(ids), dtype=np.bool_)
         logprobs = np.zeros(len(ids), dtype=np.float32)
         versions = np.full(len(ids), NO_VERSION, dtype=np.int32)
+        own = [one for one in self.sampled[self.first_own :] if one is not None]
         start = 0
         for index, (part, generation) in enumerate(zip(self.parts, self.sampled, strict=True)):
             stop = start + len(part)
@@ -95,6 +97,7 @@ class _Open:
             rollout_logprobs=logprobs,
             policy_versions=versions,
             finish_reason=self.finish_reason,
+            routed_experts=join_experts((one.routed_experts for one in own), len(ids)),
             timings=Timings(generate_s=self.generate_s, tools_s=self.tools_s, preemptions=self.num_preempted),
         )
 

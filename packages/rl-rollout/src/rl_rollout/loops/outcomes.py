@@ -1,9 +1,12 @@
 """What an agent loop gave, checked before it counts: a session that is not what it must be is failed, alone."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from rl_core.data import Prompt, Trajectory, encodable
+import numpy as np
+
+from rl_core.data import ExpertArray, Prompt, Trajectory, encodable
 from rl_core.errors import DataError
 from rl_rollout.loops.protocol import SessionResult, loop_name
 from rl_rollout.rewards.outputs import read_extras, read_output, shown, shown_error
@@ -27,6 +30,28 @@ def check_sessions(given: Any, *, loop: object, prompt: Prompt, num_sessions: in
     else:
         return tuple(_checked(session, name=name, prompt=prompt, index=index) for index, session in enumerate(given))
     return (SessionResult(failure=failure),) * num_sessions
+
+
+def join_experts(told: Iterable[ExpertArray | None], num_tokens: int) -> ExpertArray | None:
+    """The experts of a trajectory's tokens, of each from the first request that told them: it sampled what came next.
+
+    Args:
+        told: What the trajectory's requests told, in their order, each of the trajectory's first tokens.
+        num_tokens: T.
+
+    Returns:
+        [T, layers, top_k], -1 where nothing is known; None where no request told any.
+    """
+    joined: ExpertArray | None = None
+    for experts in told:
+        if experts is None:
+            continue
+        if joined is None:
+            joined = np.full((num_tokens, *experts.shape[1:]), -1, np.int16)
+        first = joined[: len(experts)]
+        is_open = (first < 0).all(axis=(1, 2))
+        first[is_open] = experts[is_open]
+    return joined
 
 
 def _checked(given: Any, *, name: str, prompt: Prompt, index: int) -> SessionResult:

@@ -76,6 +76,7 @@ def trajectory_of(prompt: Prompt, generation: Generation, *, session_index: int,
         rollout_logprobs=rollout_logprobs,
         policy_versions=policy_versions,
         finish_reason=generation.finish_reason,
+        routed_experts=generation.routed_experts,
         timings=Timings(generate_s=generate_s, preemptions=generation.num_preempted),
     )
 

@@ -17,6 +17,7 @@ from rl_core.record_fields import settings_record
 from rl_core.registry import unknown_name
 from rl_core.secret_settings import hide
 from rl_rollout.audit import SampledSpan
+from rl_rollout.loops.outcomes import join_experts
 from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import shown_error
@@ -202,6 +203,7 @@ def _trajectory(
 ) -> Trajectory:
     mask, logprobs, versions = columns
     components = {name: part.value for name, part in trace.rewards.items() if part is not None}
+    told = (span.routed_experts for span in served.spans if _begins_with(input_ids, span))
     extras: dict[str, Json] = {"ended_by": trace.stop_condition or "done", "num_turns": trace.num_turns}
     return Trajectory(
         prompt_uid=served.prompt.uid,
@@ -212,6 +214,7 @@ def _trajectory(
         rollout_logprobs=logprobs,
         policy_versions=versions,
         finish_reason="length" if trace.is_truncated else "stop",
+        routed_experts=join_experts(told, len(input_ids)),
         reward=float(trace.reward),
         reward_components={**components, **{k: v for k, v in trace.metrics.items() if v is not None}},
         extras=extras,
@@ -241,9 +244,7 @@ def columns_of(
     for index, span in enumerate(spans):
         start = len(span.input_ids)
         stop = start + len(span.token_ids)
-        if stop > len(input_ids) or not np.array_equal(input_ids[start:stop], span.token_ids):
-            continue
-        if not mask[start:stop].any() or not np.array_equal(input_ids[:start], span.input_ids):
+        if not mask[start:stop].any() or not _begins_with(input_ids, span):
             continue
         if index in trained:
             mask[start:stop] = False
@@ -252,6 +253,13 @@ def columns_of(
         logprobs[start:stop] = np.where(mask[start:stop], span.logprobs, 0)
         versions[start:stop] = np.where(mask[start:stop], span.policy_versions, NO_VERSION)
     return mask, logprobs, versions
+
+
+def _begins_with(input_ids: IntArray, span: SampledSpan) -> bool:
+    start = len(span.input_ids)
+    stop = start + len(span.token_ids)
+    is_sampled = stop <= len(input_ids) and np.array_equal(input_ids[start:stop], span.token_ids)
+    return is_sampled and np.array_equal(input_ids[:start], span.input_ids)
 
 
 def _reason(episode: Any) -> str:

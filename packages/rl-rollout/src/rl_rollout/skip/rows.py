@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.data import NO_VERSION, FinishReason, Json, Prompt, Timings, Trajectory, offsets_of
+from rl_core.data import NO_VERSION, ExpertArray, FinishReason, Json, Prompt, Timings, Trajectory, offsets_of
 from rl_core.errors import BrokenEntryError, CacheError
 from rl_core.files import count_values, load_json_as, shown
 from rl_rollout.loops.protocol import SessionResult
@@ -36,9 +36,13 @@ DTYPES = {
     "prompt_ids": "int32",
     "prompt_offsets": "int64",
     "records": "uint8",
+    "routed_experts": "int16",
+    "expert_shapes": "int32",
 }
 """Every array that an entry may have. `row_versions` takes the place of `policy_versions` where each trajectory was
-sampled by one version throughout."""
+sampled by one version throughout. `expert_shapes` has layers and top_k of each trajectory, 0 of one without experts; an
+entry without any has neither it nor `routed_experts`."""
+EXPERTS = {"routed_experts", "expert_shapes"}
 ROWS_AT_ONCE = 32
 """Of which versions are computed together: what that takes on the way stays in the processor's cache."""
 MAX_RECORDS_BYTES = 1 << 28
@@ -113,6 +117,12 @@ def iter_arrays(groups: Sequence[GroupResult]) -> Iterator[tuple[str, NDArray[An
         yield "policy_versions", _joined(trajectories, "policy_versions", DTYPES["policy_versions"])
     else:
         yield "row_versions", row_versions
+    if any(row.routed_experts is not None for row in trajectories):
+        experts = [
+            np.zeros((0, 0, 0), np.int16) if row.routed_experts is None else row.routed_experts for row in trajectories
+        ]
+        yield "routed_experts", np.concatenate([one.reshape(-1) for one in experts])
+        yield "expert_shapes", np.array([one.shape[1:] for one in experts], np.int32).reshape(-1)
     yield "records", np.frombuffer(_encode_records(groups), dtype=np.uint8)
     yield "offsets", offsets_of([len(trajectory.input_ids) for trajectory in trajectories])
     prompts = [group.prompt for group in groups]
@@ -132,7 +142,7 @@ def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
     """
     required = {"input_ids", "loss_mask", "rollout_logprobs", "offsets", "prompt_ids", "prompt_offsets", "records"}
     versions_name = "row_versions" if "row_versions" in arrays else "policy_versions"
-    if set(arrays) != required | {versions_name}:
+    if set(arrays) - (EXPERTS if set(arrays) >= EXPERTS else set()) != required | {versions_name}:
         raise BrokenEntryError(path, f"it has the arrays {sorted(arrays)}; expected {sorted(required)} and versions")
     offsets = _checked_offsets(arrays["offsets"], arrays["input_ids"], path=f"{path}/offsets")
     prompt_offsets = _checked_offsets(arrays["prompt_offsets"], arrays["prompt_ids"], path=f"{path}/prompt_offsets")
@@ -150,12 +160,15 @@ def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
         versions = _token_versions(versions, arrays["loss_mask"], offsets)
     _check_length(versions, len(arrays["input_ids"]), path=f"{path}/{versions_name}")
     tokens = {**{name: arrays[name] for name in TOKEN_DTYPES if name in arrays}, "policy_versions": versions}
-    return _joined_groups(records, tokens, offsets.tolist(), (arrays["prompt_ids"], prompt_offsets.tolist()))
+    prompts = arrays["prompt_ids"], prompt_offsets.tolist()
+    experts = _split_experts(arrays, np.diff(offsets), path=path)
+    return _joined_groups(records, tokens, experts, offsets.tolist(), prompts)
 
 
 def _joined_groups(
     records: Sequence[_GroupRecord],
     tokens: Arrays,
+    experts: Sequence[ExpertArray | None],
     ends: Sequence[int],
     prompts: tuple[NDArray[Any], Sequence[int]],
 ) -> list[GroupResult]:
@@ -182,6 +195,7 @@ def _joined_groups(
                             preemptions=each.timings[3],
                         ),
                         extras=each.extras,
+                        routed_experts=experts[row],
                     )
                 )
                 row += 1
@@ -204,6 +218,24 @@ def _joined_groups(
             )
         )
     return groups
+
+
+def _split_experts(arrays: Arrays, lengths: NDArray[np.int64], *, path: str) -> list[ExpertArray | None]:
+    """[T, layers, top_k] of each trajectory that has experts."""
+    if "routed_experts" not in arrays:
+        return [None] * len(lengths)
+    values, shapes = arrays["routed_experts"], arrays["expert_shapes"].astype(np.int64)
+    _check_length(shapes, 2 * len(lengths), path=f"{path}/expert_shapes")
+    sizes = [
+        size * layers * top_k
+        for size, layers, top_k in zip(lengths.tolist(), *shapes.reshape(-1, 2).T.tolist(), strict=True)
+    ]
+    if shapes.min(initial=0) < 0:
+        raise BrokenEntryError(f"{path}/expert_shapes", "a shape must not be negative")
+    _check_length(values, sum(sizes), path=f"{path}/routed_experts")
+    parts = np.split(values, np.cumsum(sizes[:-1]))
+    pairs = zip(parts, lengths, shapes.reshape(-1, 2), strict=True)
+    return [part.reshape(length, *shape) if shape.any() else None for part, length, shape in pairs]
 
 
 def _storable(session: SessionResult, group: GroupResult, index: int) -> SessionResult:

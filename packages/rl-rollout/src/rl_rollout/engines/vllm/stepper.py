@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.protocol import EngineTraits, TokenScores
 from rl_rollout.engines.stepped import Sample
 from rl_rollout.engines.vllm.environment import unchanged_process
+from rl_rollout.engines.vllm.expert_capture import ExpertRows
 from rl_rollout.engines.vllm.live_weights import join_parts
 from rl_rollout.engines.vllm.update import expected_probes, join_arrived, receive_request, update_shapes, workers_source
 from rl_rollout.engines.vllm.worker_processes import WorkerWatch, unlink_queues, worker_environment
@@ -84,6 +86,7 @@ class VLLMStepper:
         self._core.collective_rpc("score_in_pieces")
         if self._is_cpu:
             self._core.collective_rpc("draw_by_seed_and_position")
+        self._experts = self._capture_experts(options)
         model_config = self._engine.model_config
         device = current_platform.device_type
         self._traits = EngineTraits(
@@ -197,6 +200,25 @@ class VLLMStepper:
             unlink_queues([executor.rpc_broadcast_mq, *executor.response_mqs])
         return WorkerWatch(executor)
 
+    def _capture_experts(self, options: VLLMOptions) -> ExpertRows | None:
+        """Have the experts of tokens kept, where the model is a mixture."""
+        config = self._engine.model_config
+        if not (options.capture_experts and config.is_moe):
+            return None
+        try:
+            if not (self._is_cpu or options.enforce_eager):
+                raise EngineError(
+                    "vLLM's CUDA graphs do not tell which experts they choose. Set enforce_eager = true, or "
+                    "capture_experts = false: training then chooses experts anew."
+                )
+            self._core.collective_rpc("capture_experts")
+            shape = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
+            ask = partial(self._core.collective_rpc, "captured_experts")
+            return ExpertRows(self._core.scheduler, lambda rows: ask(args=(rows,))[0], shape)
+        except Exception:
+            self.close()
+            raise
+
     @contextmanager
     def _shut_down_on_error(self) -> Iterator[None]:
         try:
@@ -234,6 +256,8 @@ class VLLMStepper:
         sample, _ = self._running.pop(request_id)
         if sample.sampling is None:
             self._num_scoring_tokens -= len(sample.input_ids)
+        elif self._experts is not None:
+            sample.routed_experts = self._experts.pop(request_id, len(sample.input_ids) + len(sample.token_ids))
 
     def _sampling_params(self, sample: Sample) -> VLLMSamplingParams:
         sampling = sample.sampling

@@ -3,7 +3,7 @@
 With tensor parallel each rank is a process of its own, to which no tensor is passed: it reads the update's file.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +17,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from rl_core.data import ExpertArray
 from rl_core.weights import Broadcast, tensor_crc32c
 from rl_rollout.engines.vllm.broadcast import ReceiveRequest, receive_all
+from rl_rollout.engines.vllm.expert_capture import ExpertStore, KeptRows
 from rl_rollout.engines.vllm.live_weights import LiveParts, live_parts
 from rl_rollout.engines.vllm.mixtures import before_reload, loader_names, noted
 from rl_rollout.engines.vllm.prompt_scores import score_in_pieces
@@ -31,6 +33,8 @@ class WorkerExtension:
     model_runner: Any
     device: torch.device
     distributed_init_method: str
+    rank: int
+    _expert_store: ExpertStore
 
     @torch.inference_mode()
     def replace_all_weights(self, source: Mapping[str, torch.Tensor] | Path, tied: Iterable[str]) -> dict[str, int]:
@@ -72,6 +76,15 @@ class WorkerExtension:
         """Let nothing stay in shared memory or the temporary folder when this process is killed."""
         is_cpu = self.device.type == "cpu"  # on GPUs a communicator may be made later
         unlink_what_workers_share(self.distributed_init_method if is_cpu else None)
+
+    def capture_experts(self) -> None:
+        """Keep the experts of each token, on the first rank: all choose alike."""
+        if self.rank == 0:
+            self._expert_store = ExpertStore(self.model_runner)
+
+    def captured_experts(self, wanted: Sequence[KeptRows]) -> list[ExpertArray] | None:
+        """The experts of these tokens, from the rank that keeps them."""
+        return self._expert_store.rows(wanted) if self.rank == 0 else None
 
     def score_in_pieces(self) -> None:
         """Score prompts with a bounded number of logits at a time, and rank no token; see `vllm_prompt_scores`."""

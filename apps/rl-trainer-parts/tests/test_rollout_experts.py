@@ -1,0 +1,92 @@
+"""The experts of a mixture's rollouts, on their way to the learner."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl_core import InProcessQueue
+from rl_core.testing import make_prompts, make_trajectory
+from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
+from rl_trainer_parts.rollouts.engines import engine_options, expert_shape
+from rl_trainer_parts.rollouts.setup import put_trajectories, queue_tasks
+from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.sources import build_settings
+
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 4,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+DENSE = {**MIXTURE, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+def settings_of(folder: Path, config: dict[str, object] = MIXTURE, **changes: dict[str, object]) -> Settings:
+    (folder / "config.json").write_text(json.dumps(config))
+    values: dict[str, dict[str, object]] = {
+        "policy": {"path": folder},
+        "prompts": {"train": "train.jsonl", "max_tokens": 100},
+        "rollout": {"prompts_per_step": 6, "group_size": 4, "max_response_tokens": 28},
+    }
+    return build_settings({**values, **{name: {**values.get(name, {}), **change} for name, change in changes.items()}})
+
+
+def test_the_learner_gets_what_was_told_and_minus_one_for_the_rest(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path)
+    (prompt, other) = prompts = make_prompts(2)
+    told = np.arange(30, dtype=np.int16).reshape(5, 3, 2)
+    with closing(InProcessQueue(queue_tasks(settings, order="issue"))) as queue:
+        queue.issue(prompts, num_sessions=1)
+        put_trajectories(queue, settings, [(prompt, make_trajectory("p0", 0, routed_experts=told))])
+        put_trajectories(queue, settings, [(other, make_trajectory("p1", 0))])
+        column = queue.lease("train", groups=2, deadline_s=60).batch.ragged("routed_experts")
+    assert column[0].tolist() == told.tolist()
+    assert column[1].tolist() == np.full((5, 3, 2), -1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (DENSE, {}),
+        (MIXTURE, {"engine": {"capture_experts": False}}),
+        (MIXTURE, {"policy": {"learner": "torch"}}),
+        (MIXTURE, {"rollout": {"engine": "transformers"}}),
+    ],
+)
+def test_where_nobody_tells_or_replays_them_there_is_no_column(
+    tmp_path: Path, config: dict[str, object], changes: dict[str, dict[str, object]]
+) -> None:
+    settings = settings_of(tmp_path, config, **changes)
+    assert expert_shape(settings) is None
+    told = make_trajectory("p0", 0, routed_experts=np.zeros((5, 3, 2), np.int16))
+    with closing(InProcessQueue(queue_tasks(settings, order="issue"))) as queue:
+        queue.issue(make_prompts(1), num_sessions=1)
+        put_trajectories(queue, settings, [(make_prompts(1)[0], told)])
+        assert "routed_experts" not in queue.lease("train", groups=1, deadline_s=60).batch
+    if "policy" in changes:
+        assert not engine_options(settings).capture_experts
+
+
+def test_the_plan_has_their_bytes(tmp_path: Path) -> None:
+    counts = PromptCounts(train=30, validation=0, test=0)
+    changes = {"rollout": {"prompts_per_step": 4096, "group_size": 256, "max_response_tokens": 156}}
+    text = describe_plan(settings_of(tmp_path, **changes), counts)
+    assert "experts    12 bytes a token, in the engine and in trajectories: at most 3.00 GiB a step" in text
+    assert "experts" not in describe_plan(settings_of(tmp_path, DENSE), counts)

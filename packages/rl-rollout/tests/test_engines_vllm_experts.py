@@ -1,0 +1,324 @@
+"""The experts that vLLM tells of a mixture, against those that transformers chooses for the same tokens."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rl_core.data import ExpertArray, IntArray, Prompt
+from rl_rollout.engines.process import EnginePlacement, ProcessEngine
+from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
+from rl_rollout.engines.replicas.engine import ReplicatedEngine
+from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
+from rl_rollout.loops.conversation import Conversation, TurnLimits
+from rl_rollout.loops.protocol import LoopContext
+from rl_rollout.rewards.scorer import RewardScorer
+from rl_rollout.testing import joined, refuses
+
+MIXTURES = (0, 2)
+"""Layers of the model that are mixtures; layer 1 is dense."""
+VOCAB_SIZE, TOP_K, DECIDED_BY = 200, 2, 1e-5
+OPTIONS = VLLMOptions(
+    max_model_len=160,
+    max_num_seqs=64,
+    max_num_batched_tokens=64,  # prompts of more are computed in pieces
+    kv_cache_gib=0.0032,  # 68 blocks of 32 tokens: samples are preempted as they grow
+    num_threads=1,
+)
+
+
+class Reference:
+    """transformers in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.num_rows = self.num_exempt = 0
+
+    def choose(self, sequences: Sequence[IntArray]) -> tuple[ExpertArray, np.ndarray]:
+        """[N, T, layers, top_k] experts in order, and [N, T, layers] True where they are clearly the best."""
+        rows = pad_sequence([torch.from_numpy(each.astype(np.int64)) for each in sequences], batch_first=True)
+        with torch.inference_mode():  # nothing sees what is padded behind it
+            logits = self.model(rows, output_router_logits=True).router_logits
+        best = torch.stack([one.float().softmax(-1) for one in logits], 1).topk(TOP_K + 1, -1)
+        is_clear = best.values[..., -2] - best.values[..., -1] >= DECIDED_BY
+        chosen = best.indices[..., :-1].sort(-1).values
+        return chosen.unflatten(0, rows.shape).numpy(), is_clear.unflatten(0, rows.shape).numpy()
+
+    def check(self, sequences: Sequence[IntArray], told: Sequence[ExpertArray | None], *, start: int = 0) -> None:
+        """Every row from start on is what these weights choose, but the last, which is not known."""
+        for sequence, experts, chosen, is_clear in zip(sequences, told, *self.choose(sequences), strict=True):
+            assert experts is not None
+            assert experts.dtype == np.int16
+            assert experts.shape == (len(sequence), 3, TOP_K)
+            assert (experts[-1] == -1).all()
+            assert (experts[:, 1] == -1).all()
+            rows = slice(start, len(sequence) - 1)
+            is_same = (np.sort(experts[rows, MIXTURES], -1) == chosen[rows]).all(-1)
+            wrong = ~is_same & is_clear[rows]
+            assert not wrong.any(), f"{wrong.sum()} of {wrong.size} are wrong, the first {np.argwhere(wrong)[0]}"
+            self.num_rows += is_same.size
+            self.num_exempt += int((~is_same).sum())
+
+    def check_all(self, requests: Sequence[GenerateRequest], groups: Sequence[Sequence[Generation]]) -> None:
+        for request, samples in zip(requests, groups, strict=True):
+            sequences = [joined(request.input_ids, sample) for sample in samples]
+            self.check(sequences, [sample.routed_experts for sample in samples])
+
+
+@pytest.fixture(scope="module")
+def mixture_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+        num_experts=8,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        eos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.15,
+    )
+    folder = tmp_path_factory.mktemp("mixture")
+    Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(mixture_dir: Path) -> Reference:
+    return Reference(mixture_dir)
+
+
+@pytest.fixture(scope="module")
+def engine(mixture_dir: Path, learner_process_group: None) -> Iterator[VLLMEngine]:
+    engine = VLLMEngine(mixture_dir, OPTIONS)
+    asyncio.run(engine.start())
+    yield engine
+    asyncio.run(engine.close())
+
+
+def request_of(seed: int, length: int, *, num_samples: int = 1, max_tokens: int = 12) -> GenerateRequest:
+    prompt = np.random.default_rng(seed).integers(2, VOCAB_SIZE, length).astype(np.int32)
+    sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
+    return GenerateRequest(input_ids=prompt, sampling=sampling, num_samples=num_samples, request_id=str(seed))
+
+
+async def ask(engine: RolloutEngine, requests: Sequence[GenerateRequest]) -> list[list[Generation]]:
+    return list(await asyncio.gather(*map(engine.generate, requests)))
+
+
+def test_prompts_in_pieces_shared_and_cached(engine: VLLMEngine, reference: Reference) -> None:
+    requests = [request_of(n, n, num_samples=6) for n in (1, 2, 31, 32, 33, 34, 63, 64, 65, 100, 129)]
+    for _ in range(2):  # the second time whole blocks come from the prefix cache
+        reference.check_all(requests, asyncio.run(ask(engine, requests)))
+
+
+def test_samples_that_are_preempted_keep_their_first_pass(engine: VLLMEngine, reference: Reference) -> None:
+    requests = [request_of(200 + n, 40, num_samples=20, max_tokens=80) for n in range(3)]
+    groups = asyncio.run(ask(engine, requests))
+    assert any(sample.num_preempted for group in groups for sample in group)
+    reference.check_all(requests, groups)
+
+
+def test_prompts_are_scored_beside_them(engine: VLLMEngine, reference: Reference) -> None:
+    requests = [request_of(300 + n, 50, num_samples=4) for n in range(2)]
+
+    async def both() -> list[list[Generation]]:
+        scoring = asyncio.ensure_future(engine.score([request_of(310, 150).input_ids, requests[0].input_ids]))
+        groups = await ask(engine, requests)
+        await scoring
+        return groups
+
+    reference.check_all(requests, asyncio.run(both()))
+
+
+def conversation(engine: RolloutEngine, request: GenerateRequest, **limits: object) -> Conversation:
+    (sampling,) = request.samplings
+    context = LoopContext(engine=engine, sampling=sampling, scorer=RewardScorer(lambda _: 0.0), decode=lambda _: [])
+    prompt = Prompt(uid="p", input_ids=request.input_ids)
+    return Conversation(
+        prompt=prompt, prompt_ids=prompt.input_ids, session_index=0, context=context, limits=TurnLimits(**limits)
+    )
+
+
+def test_turns_are_joined(engine: VLLMEngine, reference: Reference) -> None:
+    talk = conversation(engine, request_of(400, 37, max_tokens=100), max_turn_tokens=14)
+    told: list[Generation] = []
+
+    async def converse() -> None:
+        for turn in range(4):
+            told.append(await talk.sample())
+            talk.append(request_of(410 + turn, 9).input_ids)
+            await engine.reset_prefix_cache()  # what was said is computed again
+
+    asyncio.run(converse())
+    (trajectory,) = talk.trajectories
+    end = 37 + sum(len(turn.token_ids) for turn in told) + 27
+    assert trajectory.routed_experts is not None
+    assert (trajectory.routed_experts[end - 1 :] == -1).all()  # the last turn's last token, and what nobody continued
+    reference.check([trajectory.input_ids[:end]], [trajectory.routed_experts[:end]])
+
+
+def test_turns_that_go_on_in_another_trajectory_have_its_context(engine: VLLMEngine, reference: Reference) -> None:
+    talk = conversation(
+        engine, request_of(500, 20, max_tokens=60), max_turn_tokens=14, on_context_full="new_trajectory"
+    )
+
+    async def converse() -> None:
+        for turn in range(5):
+            await talk.sample()
+            talk.append(request_of(510 + turn, 6).input_ids)
+        await talk.sample()
+
+    asyncio.run(converse())
+    assert len(talk.trajectories) > 1
+    for trajectory in talk.trajectories:
+        end = int(np.flatnonzero(trajectory.loss_mask)[-1]) + 1
+        assert trajectory.routed_experts is not None
+        reference.check([trajectory.input_ids[:end]], [trajectory.routed_experts[:end]])
+
+
+async def midway(engine: VLLMEngine, request: GenerateRequest) -> "asyncio.Future[list[Generation]]":
+    """A request that has some tokens, but not all."""
+    running = asyncio.ensure_future(engine.generate(request))
+    await asyncio.sleep(0)
+    await engine.generate(request_of(1, 3, max_tokens=6))
+    return running
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_response_that_is_aborted_has_what_was_computed(
+    engine: VLLMEngine, reference: Reference, is_reset: bool
+) -> None:
+    request = request_of(600, 70, num_samples=3, max_tokens=90)
+
+    async def cut() -> list[Generation]:
+        running = await midway(engine, request)
+        if is_reset:
+            await engine.pause()
+            await engine.reset_prefix_cache()  # nothing of it is computed again before the abort
+        await engine.abort(["600"])
+        await engine.resume()
+        return await running
+
+    samples = asyncio.run(cut())
+    assert all(sample.finish_reason == "abort" and len(sample.token_ids) > 1 for sample in samples)
+    reference.check_all([request], [samples])
+
+
+def with_noise(embeddings: torch.Tensor) -> None:
+    embeddings += 0.1 * torch.randn(embeddings.shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_response_that_goes_on_under_other_weights_keeps_the_experts_that_sampled_it(
+    engine: VLLMEngine, reference: Reference, mixture_dir: Path
+) -> None:
+    request, other = request_of(700, 70, num_samples=4, max_tokens=90), Reference(mixture_dir)
+    num_sampled: list[int] = []
+
+    def change(each: Callable[[torch.Tensor], None]) -> None:
+        """Replace weights that no kernel packs."""
+        num_sampled[:] = [len(sample.token_ids) for sample, _ in engine._stepper._running.values()]
+        model = engine._stepper._core.model_executor.driver_worker.worker.model_runner.get_model()
+        with torch.inference_mode():
+            each(model.model.embed_tokens.weight[:VOCAB_SIZE])
+        engine._stepper.reset_prefix_cache()
+
+    async def change_midway() -> list[Generation]:
+        running = await midway(engine, request)
+        await engine._call(change, with_noise)
+        return await running
+
+    embeddings = other.model.model.embed_tokens.weight.data
+    original = embeddings.clone()
+    with_noise(embeddings)
+    samples = asyncio.run(change_midway())
+    assert all(sample.num_preempted == 1 for sample in samples)
+    for sample, count in zip(samples, num_sampled.copy(), strict=True):
+        sequence, first_new = joined(request.input_ids, sample), 70 + count - 1
+        assert sample.routed_experts is not None
+        kept = np.concatenate([sample.routed_experts[:first_new], np.full((1, 3, TOP_K), -1, np.int16)])
+        reference.check([sequence[: first_new + 1]], [kept])
+        other.check([sequence], [sample.routed_experts], start=first_new)
+    asyncio.run(engine._call(change, lambda weight: weight.copy_(original)))
+
+
+def test_a_model_that_forgets_tokens_is_refused_with_what_to_set(engine: VLLMEngine) -> None:
+    from rl_rollout.engines.vllm.expert_capture import whole_group  # imports vLLM, which the engine's start has set up
+
+    sliding = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=object())])
+    with refuses("Set capture_experts = false"):
+        whole_group(sliding)
+    whole = engine._stepper._core.scheduler.kv_cache_config.kv_cache_groups
+    assert whole_group(SimpleNamespace(kv_cache_groups=[*sliding.kv_cache_groups, *whole])) == 1
+
+
+def test_enough_rows_were_looked_at(reference: Reference) -> None:
+    """The module's last but the slow ones."""
+    assert reference.num_rows > 10_000
+    assert reference.num_exempt < 20
+
+
+@pytest.mark.soak
+def test_any_mix_of_requests_resets_and_aborts(engine: VLLMEngine, reference: Reference, seed: int) -> None:
+    rng, before = np.random.default_rng(seed), reference.num_rows
+
+    async def mix() -> None:
+        for number in range(30):
+            lengths = rng.integers(1, 150, 5).tolist()
+            requests = [
+                request_of(
+                    1000 * number + index if rng.random() < 0.7 else index,  # some come back
+                    length,
+                    num_samples=int(rng.integers(1, 12)),
+                    max_tokens=int(rng.integers(1, 160 - length)),
+                )
+                for index, length in enumerate(lengths)
+            ]
+            running = asyncio.ensure_future(ask(engine, requests))
+            for _ in range(rng.integers(0, 4)):
+                await engine.generate(request_of(1, 3, max_tokens=int(rng.integers(1, 20))))
+                if rng.random() < 0.3:
+                    await engine.reset_prefix_cache()
+                if rng.random() < 0.3:
+                    await engine.abort([requests[rng.integers(5)].request_id or ""])
+            groups = await running
+            early = [sample.routed_experts for group in groups for sample in group if not len(sample.token_ids)]
+            assert all(told is None or (told == -1).all() for told in early)  # aborted before their first token
+            begun = [[sample for sample in group if len(sample.token_ids)] for group in groups]
+            reference.check_all(*zip(*(pair for pair in zip(requests, begun, strict=True) if pair[1]), strict=True))
+
+    asyncio.run(mix())
+    assert reference.num_rows - before > 20_000 * len(MIXTURES)
+
+
+@pytest.mark.soak
+def test_two_ranks_of_a_replica_in_a_process_tell_them_too(mixture_dir: Path, reference: Reference) -> None:
+    options = VLLMOptions(
+        tensor_parallel_size=2, max_model_len=160, max_num_seqs=64, max_num_batched_tokens=64, kv_cache_gib=0.01
+    )
+    replica = ProcessEngine("vllm", mixture_dir, options, host=EnginePlacement(environment={"OMP_NUM_THREADS": "1"}))
+    requests = [request_of(n, n, num_samples=6) for n in (3, 32, 65, 129)]
+
+    async def from_process() -> list[list[Generation]]:
+        engine = ReplicatedEngine([replica])
+        await engine.start()
+        try:
+            return await ask(engine, requests)
+        finally:
+            await engine.close()
+
+    reference.check_all(requests, asyncio.run(from_process()))
