@@ -3,6 +3,8 @@
     -> (started)                             <- "ready"
     -> {"operation": "step", "workload": name, "seed": n}
                                              <- {"step_s", "loss", "grad_norm", "num_tokens", "num_computed_tokens"}
+    -> {"operation": "bound", "workload": name, "seed": n}
+                                             <- {"bound"}, of our side that shares nothing, as _learner_bound.py
     -> {"operation": "about"}                <- {"peak_bytes", "start_bytes", "device", "threads", "versions"}
     -> {"operation": "quit"}, or end of input    <- (ends with status 0)
 
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from _learner_workload import PRESETS, Preset, Rows, make_rows
@@ -47,6 +49,13 @@ class Side(Protocol):
         """One optimizer step on a batch, from rows on the host to updated weights."""
 
 
+class Sharing(Side, Protocol):
+    """A side that knows what could be shared."""
+
+    def bound(self, rows: Rows) -> float:
+        """How many times as fast a step could be."""
+
+
 Opened = Callable[[Path, Preset], Side]
 """Opens a side for a policy's folder."""
 
@@ -71,6 +80,9 @@ def serve(opened: Opened, *, packages: tuple[str, ...]) -> int:
             match request["operation"]:
                 case "step":
                     answer = timed_step(side, make_rows(preset, request["workload"], seed=request["seed"]))
+                case "bound":
+                    rows = make_rows(preset, request["workload"], seed=request["seed"])
+                    answer = {"bound": cast("Sharing", side).bound(rows)}
                 case "about":
                     answer = about(packages, start_bytes)
                 case _:

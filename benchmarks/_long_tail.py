@@ -1,4 +1,4 @@
-"""Make the long_tail workload: prompts, and a policy of the arithmetic example's shape that is taught to count down.
+"""Make the workloads long_tail and long_prompt: prompts, and policies of the arithmetic shape that count down.
 
 Everything goes to `prepared/` beside this file, and is kept there until this file, the shape or the tokenizer of
 the policy, or a version of what it is made with changes.
@@ -33,8 +33,14 @@ LARGEST_COUNT = 48
 TOKENS_PER_NUMBER = 4
 """Three digits, and a comma or the end of the sequence."""
 
-WARM_UP_STEPS = 160
-DEMONSTRATIONS_PER_STEP = 256
+LARGEST_COUNT_AFTER_CONTEXT = 16
+NUMBERS_OF_CONTEXT = 63
+"""In front of each question of long_prompt, which then has 256 tokens; they have nothing to do with it."""
+
+WARM_UP_STEPS = {"long_tail": 160, "long_prompt": 80}
+DEMONSTRATIONS_PER_STEP = {"long_tail": 256, "long_prompt": 64}
+"""long_prompt goes on with what long_tail has learnt."""
+
 SHORTENED_SHARE = 0.35
 """Share of demonstrations that end one number early. GRPO unlearns this, so that there is a curve to compare."""
 
@@ -45,14 +51,16 @@ class Problem:
 
     Attributes:
         start: 101 to 947, its last two digits below 48: how many more numbers there are.
+        context: What stands in front of the question.
     """
 
     start: int
+    context: str = ""
 
     @property
     def question(self) -> str:
         """Such as "503="."""
-        return f"{self.start}="
+        return f"{self.context}{self.start}="
 
     @property
     def answer(self) -> str:
@@ -65,14 +73,21 @@ class Problem:
         return self.answer.rpartition(",")[0]
 
 
-def draw_problems(num_problems: int, *, seed: int) -> list[Problem]:
-    """Problems whose counts are log-normal: median 5 numbers (20 tokens), largest 48 (192 tokens)."""
+def draw_problems(num_problems: int, *, seed: int, numbers_of_context: int = 0) -> list[Problem]:
+    """Problems whose counts are log-normal: median 5 numbers (20 tokens), largest 48 (192 tokens), or 16 (64 tokens).
+
+    Args:
+        num_problems: How many.
+        seed: Of the draws.
+        numbers_of_context: Numbers, each with a comma, in front of each question; the largest count is then 16.
+    """
     draws = random.Random(seed)
     problems: list[Problem] = []
     while len(problems) < num_problems:
         count = round(draws.lognormvariate(math.log(MEDIAN_COUNT), LOG_DEVIATION))
-        if 2 <= count <= LARGEST_COUNT:
-            problems.append(Problem(draws.randint(1, 9) * 100 + count - 1))
+        if 2 <= count <= (LARGEST_COUNT_AFTER_CONTEXT if numbers_of_context else LARGEST_COUNT):
+            context = "".join(f"{draws.randint(100, 999)}," for _ in range(numbers_of_context))
+            problems.append(Problem(draws.randint(1, 9) * 100 + count - 1, context))
     return problems
 
 
@@ -101,53 +116,64 @@ def is_prepared() -> bool:
 def prepare() -> None:
     """Make the folder aside and rename it, so that an interrupted run leaves nothing half made."""
     started = time.perf_counter()
-    print(f"long_tail: making prompts and policy in {PREPARED} (once; about 2 minutes on two cores)", flush=True)
+    print(f"making prompts and policies in {PREPARED} (once; about 4 minutes on two cores)", flush=True)
     part = PREPARED.with_name(".prepared.part")
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    problems = draw_problems(NUM_PROBLEMS, seed=0)
-    rows = [{"data_source": "counting", "prompt": p.question, "answer": p.answer} for p in problems]
-    (part / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    warm_up(part, problems)
+    shape = SHAPE
+    for workload, numbers_of_context in (("long_tail", 0), ("long_prompt", NUMBERS_OF_CONTEXT)):
+        folder = part / workload
+        folder.mkdir(parents=True)
+        problems = draw_problems(NUM_PROBLEMS, seed=0, numbers_of_context=numbers_of_context)
+        rows = [{"data_source": "counting", "prompt": p.question, "answer": p.answer} for p in problems]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        warm_up(workload, folder, problems, shape)
+        shape = folder / "policy"
     (part / "fingerprint.json").write_text(json.dumps({"fingerprint": fingerprint()}))
     shutil.rmtree(PREPARED, ignore_errors=True)
     part.rename(PREPARED)
-    print(f"long_tail: prepared in {time.perf_counter() - started:.0f} s", flush=True)
+    print(f"prepared in {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def warm_up(part: Path, problems: list[Problem]) -> None:
-    """Train on demonstrations by supervised learning, and write the policy's folder."""
+def warm_up(workload: str, part: Path, problems: list[Problem], begin: Path) -> None:
+    """Train on demonstrations by supervised learning, and write the policy's folder.
+
+    Args:
+        workload: Which one.
+        part: Where `policy/` is written.
+        problems: To draw from.
+        begin: Folder of the policy that is trained; from one with a shape alone, random weights.
+    """
     import numpy as np
 
-    from rl_core import Batch
     from rl_distill.learner import LearnerOptions
     from rl_distill.megatron.learner import MegatronLearner
     from rl_distill.objectives import with_loss_weights
     from rl_distill.supervised import supervised_objective
 
+    steps = WARM_UP_STEPS[workload]
     options = LearnerOptions(
         learning_rate=3e-3,
         warmup_steps=20,
-        decay_steps=WARM_UP_STEPS,
+        decay_steps=steps,
         betas=(0.9, 0.99),
         clip_grad=1.0,
         micro_batch_tokens=8192,
         num_threads=2,
     )
-    learner = MegatronLearner(json.loads((SHAPE / "config.json").read_text()), options)
-    whole = demonstrations(problems, [problem.answer for problem in problems])
-    shortened = demonstrations(problems, [problem.shortened for problem in problems])
+    learner = MegatronLearner(json.loads((begin / "config.json").read_text()) if begin == SHAPE else begin, options)
     draws = np.random.default_rng(0)
     started = time.perf_counter()
-    for step in range(1, WARM_UP_STEPS + 1):
-        rows = draws.choice(len(problems), size=DEMONSTRATIONS_PER_STEP, replace=False)
+    for step in range(1, steps + 1):
+        rows = draws.choice(len(problems), size=DEMONSTRATIONS_PER_STEP[workload], replace=False)
         is_short = draws.random(len(rows)) < SHORTENED_SHARE
-        batch = Batch.concat([whole.select(rows[~is_short]), shortened.select(rows[is_short])])
-        result = learner.train_step(with_loss_weights(batch, aggregation="token-mean"), supervised_objective)
+        drawn = [problems[row] for row in rows]
+        answers = [p.shortened if short else p.answer for p, short in zip(drawn, is_short, strict=True)]
+        batch = with_loss_weights(demonstrations(drawn, answers), aggregation="token-mean")
+        result = learner.train_step(batch, supervised_objective)
         if step % 20 == 0:
             took = time.perf_counter() - started
-            rest = took / step * (WARM_UP_STEPS - step)
-            print(f"  warm-up {step}/{WARM_UP_STEPS}, loss {result.loss:.3f}, {rest:.0f} s to go", flush=True)
+            rest = took / step * (steps - step)
+            print(f"  {workload}: warm-up {step}/{steps}, loss {result.loss:.3f}, {rest:.0f} s to go", flush=True)
     checkpoint = part / "checkpoint"
     checkpoint.mkdir()
     learner.save(checkpoint)
@@ -159,7 +185,7 @@ def warm_up(part: Path, problems: list[Problem]) -> None:
 
 
 def demonstrations(problems: list[Problem], answers: list[str]) -> "Batch":
-    """All problems with an answer each, as trajectories whose answer is trained."""
+    """Problems with an answer each, as trajectories whose answer is trained."""
     import numpy as np
 
     from rl_core import Batch, Trajectory
@@ -188,6 +214,6 @@ def demonstrations(problems: list[Problem], answers: list[str]) -> "Batch":
 if __name__ == "__main__":
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
     if is_prepared() and "--force" not in sys.argv[1:]:
-        print(f"long_tail: {PREPARED} is up to date", flush=True)
+        print(f"{PREPARED} is up to date", flush=True)
     else:
         prepare()

@@ -19,7 +19,7 @@ class Workload:
     """One comparison.
 
     Attributes:
-        name: "short" or "long_tail".
+        name: "short", "long_tail" or "long_prompt".
         settings: Our trainer's file, which the peer's job is made from too.
         preparation: Script that makes what the settings name, keeping what is up to date; None where all is there.
         rule: The reward, as a function of _rules.py.

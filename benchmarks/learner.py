@@ -118,6 +118,10 @@ def run_workloads(
                 tell(workload, number, of)
             for side in of:
                 of[side].about = peers[side].ask({"operation": "about"}, timeout_s=STEP_TIMEOUT_S)
+        for workload, of in found.items():  # at the end, as it is a step more, with a profiler's memory
+            if UNSHARED in of and not torch.cuda.is_available():
+                request = {"operation": "bound", "workload": workload, "seed": 0}
+                of[UNSHARED].bound = peers[UNSHARED].ask(request, timeout_s=STEP_TIMEOUT_S)["bound"]
     return found
 
 
@@ -211,6 +215,8 @@ def print_report(report: Mapping[str, Any]) -> None:
         verdict = "met" if of["is_met"] else "missed"
         say(f"  {of['workload']}: {of['ratio']:.3f} times {of['peer']} (rounds {rounds})")
         say(f"    wanted {of['wanted']:g}: {verdict}; {of['memory_ratio']:.2f} times its peak memory")
+        if of["bound"] is not None:
+            say(f"    {of['share_of_bound']:.2f} of the bound, {of['bound']:.2f}")
         found = of["largest_relative_difference"]
         say(f"    losses agree to {found['loss']:.1e}, gradient norms to {found['grad_norm']:.1e}")
 

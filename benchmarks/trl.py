@@ -1,6 +1,6 @@
 """GRPO side by side with TRL's GRPOTrainer: same policy, prompts, group, sampling, learning rate and steps.
 
-    nox -s bench -- trl [--workload short,long_tail] [--pairs 3] [--steps N] [--quick] [--json FILE]
+    nox -s bench -- trl [--workload short,long_tail,long_prompt] [--pairs 3] [--steps N] [--quick] [--json FILE]
 
 The runs of the two systems take turns, so that a slow minute of the machine meets both. benchmarks/README.md says
 what is timed and why the comparison is fair. --quick takes a few steps of a tiny policy, without TRL.
@@ -33,7 +33,7 @@ WORKLOADS = (
         preparation=ROOT / "examples" / "arithmetic" / "prepare.py",
         rule="arithmetic",
         steps=20,
-        target=0.95,
+        target=1.25,
         trl_micro_batch=128,
         trl_continuous_batching=False,
     ),
@@ -43,8 +43,18 @@ WORKLOADS = (
         preparation=BENCHMARKS / "_long_tail.py",
         rule="counting",
         steps=10,
-        target=1.5,
+        target=4.2,
         trl_micro_batch=128,
+        trl_continuous_batching=False,
+    ),
+    Workload(
+        name="long_prompt",
+        settings=BENCHMARKS / "long_prompt.toml",
+        preparation=BENCHMARKS / "_long_tail.py",
+        rule="counting",
+        steps=7,
+        target=3.0,
+        trl_micro_batch=64,
         trl_continuous_batching=False,
     ),
 )
@@ -87,7 +97,7 @@ def main(words: Sequence[str]) -> int:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- trl", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--workload", default="short,long_tail", help="which to run, with commas between")
+    parser.add_argument("--workload", default="short,long_tail,long_prompt", help="which to run, with commas between")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each system")
     parser.add_argument("--steps", type=int, help="steps of a run; each workload has its own default")
     parser.add_argument("--quick", action="store_true", help="one short run of ours, without TRL: does it run at all")

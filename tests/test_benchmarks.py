@@ -117,6 +117,9 @@ def test_counting_problems_are_long_tailed() -> None:
     assert sum(length > 128 for length in lengths) >= 20
     assert summary.share_below(lengths, 48) > 0.75
     assert problems == long_tail.draw_problems(2000, seed=0)
+    after_context = long_tail.draw_problems(200, seed=0, numbers_of_context=long_tail.NUMBERS_OF_CONTEXT)
+    assert {len(problem.question) for problem in after_context} == {256}
+    assert max(len(problem.answer) + 1 for problem in after_context) <= 64
 
 
 def test_a_counting_problem() -> None:

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from benchmark_modules import load_benchmark
 
+from rl_distill.prefixes import prefix_forest
+
 workload, summary = load_benchmark("_learner_workload"), load_benchmark("_learner_summary")
+learner_bound = load_benchmark("_learner_bound")
 
 
 def measured(losses: list[float], step_s: list[float]) -> object:
@@ -28,6 +31,21 @@ def test_comparison_has_the_ratio_of_medians_and_of_each_round() -> None:
     assert found["memory_ratio"] == 0.5
     assert summary.comparison("equal", ours, peer, peer="transformers")["is_met"]
     assert not summary.comparison("shared_512_16", ours, peer, peer="ours_unshared")["is_met"]
+
+
+def test_trees_are_held_against_their_bound() -> None:
+    ours, unshared = measured([1.0] * 2, [1.0, 1.0]), measured([1.0] * 2, [1.0, 3.0])
+    unshared.bound = 4.0
+    found = summary.comparison("trees", ours, unshared, peer="ours_unshared")
+    assert (found["bound"], found["share_of_bound"], found["wanted"], found["is_met"]) == (4.0, 0.75, 3.2, False)
+
+
+def test_the_bound_weighs_what_is_left_by_its_seconds() -> None:
+    forest = prefix_forest([np.arange(5), np.array([0, 1, 2, 9])], min_shared=2)
+    assert learner_bound.num_pairs(forest) == 15 + 4  # of a row of five, and of one more token
+    seconds, whole = (learner_bound.Parts(tokens=a, head=1.0, attention=b) for a, b in ((6.0, 3.0), (10, 40)))
+    half = learner_bound.Parts(tokens=5, head=1.0, attention=10)
+    assert learner_bound.bound(seconds, unshared=whole, shared=half) == 10 / (3 + 1 + 0.75)
 
 
 @pytest.mark.parametrize("losses", [[2.0, 2.001], [2.0, nan]])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from _learner_bound import bound, profiled_seconds, work
 from _learner_protocol import Outcome, serve
 from _learner_workload import OPTIMIZER, Preset, Rows
 
@@ -28,11 +29,19 @@ class Ours:
             shared_prefix_tokens=int(os.environ.get("SHARED_PREFIX_TOKENS", LearnerOptions().shared_prefix_tokens)),
         )
         self._learner = MegatronLearner(policy, options)
+        self._vocab_size = int(preset.policy["vocab_size"])
 
     def step(self, rows: Rows) -> Outcome:
         """One optimizer step; nothing is padded, and what rows share is computed once."""
         result = self._learner.train_step(batch_of(rows), supervised_objective)
         return Outcome(loss=result.loss, grad_norm=result.grad_norm, num_computed_tokens=result.computed_tokens)
+
+    def bound(self, rows: Rows) -> float:
+        """How many times as fast a step could be by sharing, from one more step."""
+        seconds = profiled_seconds(lambda: self.step(rows), vocab_size=self._vocab_size)
+        batch, min_shared = batch_of(rows), LearnerOptions().shared_prefix_tokens
+        parts = {least: work(batch, rows, min_shared=least) for least in (0, min_shared)}
+        return bound(seconds, unshared=parts[0], shared=parts[min_shared])
 
 
 def batch_of(rows: Rows) -> Batch:

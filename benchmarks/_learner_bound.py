@@ -1,0 +1,69 @@
+"""How many times as fast a step could be if what rows share were computed once, and sharing itself took no time.
+
+Operations are weighted by their measured speed: a profiled step of the path that computes each row on its own says how
+long products, head and attention take, and the rows say how much of each is left.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from _learner_workload import Rows
+
+from rl_core.data import Batch
+from rl_distill.prefixes import PrefixForest, batch_forest
+
+_ATTENTION = ("bmm", "softmax", "scaled_dot_product")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Of a step: seconds, or what they grow with.
+
+    Attributes:
+        tokens: Products of the layers and all that is left, with the computed tokens.
+        head: Products with the vocabulary, with the scored tokens.
+        attention: With the pairs of tokens that meet.
+    """
+
+    tokens: float
+    head: float
+    attention: float
+
+
+def profiled_seconds(step: Callable[[], object], *, vocab_size: int) -> Parts:
+    """Of one step, on a CPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        step()
+    found = {"tokens": 0.0, "head": 0.0, "attention": 0.0}
+    for event in profile.key_averages(group_by_input_shape=True):
+        has_vocabulary = any(vocab_size in shape for shape in event.input_shapes if isinstance(shape, list))
+        kind = "attention" if any(name in event.key for name in _ATTENTION) else "head" if has_vocabulary else "tokens"
+        found[kind] += event.self_cpu_time_total / 1e6
+    return Parts(**found)
+
+
+def work(batch: Batch, rows: Rows, *, min_shared: int) -> Parts:
+    """What is computed where rows share stretches from `min_shared` tokens on; 0 for nothing shared."""
+    forest = batch_forest(batch, min_shared=min_shared)
+    trained = np.flatnonzero(rows.loss_mask)
+    scored = np.stack([forest.places[trained - 1], rows.input_ids[trained]])
+    return Parts(tokens=forest.num_computed, head=np.unique(scored, axis=1).shape[1], attention=num_pairs(forest))
+
+
+def num_pairs(forest: PrefixForest) -> float:
+    """Pairs of a token with itself or one before it on its path."""
+    lengths = np.diff(forest.offsets).astype(float)
+    own = float((lengths * (lengths + 1)).sum()) / 2
+    return own + float(sum((middle - start) * (stop - middle) for start, middle, stop in forest.spans))
+
+
+def bound(seconds: Parts, *, unshared: Parts, shared: Parts) -> float:
+    """Times as fast as the profiled step."""
+    least = (
+        seconds.tokens * shared.tokens / unshared.tokens
+        + seconds.head * shared.head / unshared.head
+        + seconds.attention * shared.attention / unshared.attention
+    )
+    return (seconds.tokens + seconds.head + seconds.attention) / least
