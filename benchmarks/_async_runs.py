@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +35,13 @@ from rl_trainer_parts.settings.schema import Settings
 
 SYNC, ASYNC = "sync", "async"
 MODES = (SYNC, ASYNC)
-WORK = {SYNC: ("timing_s/adv", "timing_s/update_actor"), ASYNC: ("perf/time_per_step",)}
-"""Metrics that are the seconds of a step in which the learner works on it, all of its rows being there."""
 FACTORIES = {"rollouter": "_async_parts:ScriptedRollouter", "learner": "_async_parts:ScriptedLearnerHost"}
+
+WORK: dict[str, Callable[[Mapping[str, float]], float]] = {
+    SYNC: lambda step: step["timing_s/adv"] + step["timing_s/update_actor"],
+    ASYNC: lambda step: step["perf/total_num_tokens"] / step["perf/trainer_tokens_per_s"],
+}
+"""The seconds of a step in which the learner works on it, all of its rows being there, from its metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +215,7 @@ def measure(mode: str, script: Script, plan: Plan, groups: Sequence[int], *, met
     first = min(began_at for responses in spans for began_at, _ in responses)
     last = max(engine["updates"][-1] for engine in engines)
     wall_s = last - first
-    work_s = sum(step[name] for step in read_json_lines(metrics) for name in WORK[mode])
+    work_s = sum(map(WORK[mode], read_json_lines(metrics)))
     slept_s = sum(ended_at - began_at for began_at, ended_at in learner["steps"])
     decoded_s = sum(ended_at - began_at for responses in spans for began_at, ended_at in responses)
     busy_s = sum(map(union_s, spans))

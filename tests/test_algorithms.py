@@ -246,6 +246,17 @@ def test_a_dry_run_says_what_the_prompts_are(run: TinyRun, capsys: pytest.Captur
     said = capsys.readouterr().out
     assert "prompts    messages, written by the chat template; the longest has 6 tokens" in said
     assert "note:" not in said
+    assert "a response ends at token 1\n" in said
+
+
+def test_a_model_without_an_end_token_is_told_of(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in (run.folder / "policy" / "config.json", run.folder / "policy" / "generation_config.json"):
+        if file.exists():
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": None}))
+    assert train_here(run, "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert "a response ends at token none\n" in said
+    assert f"note: {run.folder / 'policy'} names no end token, so that every response goes on until it is cut" in said
 
 
 def test_an_engine_that_starts_too_slowly_is_given_up(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:

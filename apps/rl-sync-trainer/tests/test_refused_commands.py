@@ -48,6 +48,10 @@ def test_a_model_that_does_not_load_leaves_no_run(run: TinyRun, capsys: pytest.C
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (
+            ["status", "x"],
+            "error: unknown command 'status'; known: train, validate, export. See how a run goes with `rl-metrics doctor RUN`.",
+        ),
         (["trian"], "error: unknown command 'trian'; known: train, validate, export. Did you mean 'train'?"),
         (
             ["my.toml"],

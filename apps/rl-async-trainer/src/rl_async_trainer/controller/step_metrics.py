@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rl_async_trainer.messages import TrainedStep
 from rl_core.weights import PublishReport
 from rl_distill.learner_host import PackedWeights
-from rl_metrics.reductions import memory_metrics
+from rl_metrics.reductions import memory_metrics, summarize_speed
 from rl_rollout.schedule import Scheduler
 
 BYTES_PER_GIB = 2**30
@@ -97,6 +97,11 @@ class StepMetrics:
             self._so_far[name] += metrics.get(name, 0.0)
         metrics |= self._so_far
         metrics |= {
+            **summarize_speed(
+                num_tokens=int(metrics.get("perf/total_num_tokens", 0)),
+                num_trajectories=report.num_trajectories,
+                step_s=wall_s,
+            ),
             "timing_s/step": wall_s,
             "timing_s/wait_rollouts": metrics.get("timing_s/wait_rollouts", 0.0) + waited_s,
             "fully_async/trainer/idle_ratio": min(max(1.0 - report.busy_s / max(wall_s, 1e-9), 0.0), 1.0),

@@ -90,7 +90,7 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
         if holder is not None:
             raise NotReadyError(
                 f"process {holder} holds {folder} and cannot be asked: it loads its libraries, which takes seconds, or "
-                "has nearly ended; ask again. Runs of rl-sync-trainer are never asked."
+                f"has nearly ended; ask again. A run of rl-sync-trainer is asked by `rl-metrics doctor {folder}` alone."
             )
         raise NotReadyError(
             f"{nobody} it has no {FILE}, which rl-async-trainer keeps there while it runs. See how a run ended with "

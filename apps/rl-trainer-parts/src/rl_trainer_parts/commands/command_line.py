@@ -103,6 +103,8 @@ def run_command(words: Sequence[str], commands: Mapping[str, Command]) -> int:
     command = commands.get(words[0])
     if command is None:
         hint = f" Did you mean `train {words[0]}`?" if words[0].endswith(".toml") else nearest_name(words[0], commands)
+        if words[0] == "status":
+            hint = " See how a run goes with `rl-metrics doctor RUN`."
         return complain(f"unknown command {words[0]!r}; known: {', '.join(commands)}.{hint}")
     try:
         return command(list(words[1:]))

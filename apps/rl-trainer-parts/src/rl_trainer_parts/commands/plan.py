@@ -8,6 +8,7 @@ from pathlib import Path
 from rl_core.cluster import count_room, describe_shares, machine_shares
 from rl_core.files import read_safetensors_header
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
+from rl_rollout.engines import end_token_ids
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.rollouts.engines import expert_shape, replica_pool
@@ -78,6 +79,7 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
     yield f"  learner    {settings.policy.learner}, {settings.learner.dtype}, policy {settings.policy.path}"
     yield from _ranks(settings, inline_rank)
     yield f"  engine     {rollout.engine}, {settings.engine.dtype}, {where}; loop {rollout.loop}"
+    yield f"{INDENT}a response ends at token {' or '.join(map(str, end_token_ids(settings.policy.path))) or 'none'}"
     yield from (f"{INDENT}{line}" for line in loop_lines)
     yield f"  reward     {settings.reward.label}"
     if settings.algorithm.kl_coefficient:

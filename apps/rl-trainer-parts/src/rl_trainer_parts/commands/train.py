@@ -10,7 +10,7 @@ from rl_trainer_parts.checks.distillation import check_teachers
 from rl_trainer_parts.checks.engines import check_engines, check_loop
 from rl_trainer_parts.commands.command_line import say
 from rl_trainer_parts.commands.plan import PromptCounts
-from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs
+from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs, what_to_look_at
 from rl_trainer_parts.run.folder import RunFolder, choose_products, open_run, require_free, require_resumable
 from rl_trainer_parts.settings.schema import Settings
 
@@ -50,8 +50,8 @@ def train_checked(
         loop_lines = check_loop(settings, inputs.tokenizer)
         check_engines(settings)
         settings = choose_products(settings, resume=resume)
-    if inputs.advice is not None:
-        console.say(f"note: {inputs.advice}")
+    for note in what_to_look_at(settings, inputs):
+        console.say(f"note: {note}")
     if dry_run:
         folder = RunFolder(settings.run_folder)
         if resume:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.engines import check_engines, check_loop
 from rl_trainer_parts.rollouts.evaluation import validate_policy
-from rl_trainer_parts.rollouts.inputs import read_inputs
+from rl_trainer_parts.rollouts.inputs import read_inputs, what_to_look_at
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -23,8 +23,8 @@ def validate(settings: Settings, say: Callable[[str], None]) -> dict[str, float]
     """
     check_settings(settings)
     inputs = read_inputs(settings)
-    if inputs.advice is not None:
-        say(f"note: {inputs.advice}")
+    for note in what_to_look_at(settings, inputs):
+        say(f"note: {note}")
     check_loop(settings, inputs.tokenizer)
     check_engines(settings)
     return asyncio.run(validate_policy(settings, inputs))

@@ -1,11 +1,12 @@
 """What a run reads before anything heavy starts: tokenizer, problems, reward."""
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.errors import SettingsError
-from rl_rollout.engines import RolloutEngine, ScriptedEngine, vocabulary_size
+from rl_rollout.engines import RolloutEngine, ScriptedEngine, end_token_ids, vocabulary_size
 from rl_rollout.prompts import PromptOptions, PromptSet, PromptTokenizer, load_prompts
 from rl_rollout.rewards import JudgeModel, RewardScorer, build_scorer
 from rl_trainer_parts.commands.plan import PromptCounts
@@ -46,14 +47,18 @@ class Inputs:
         """What the first prompt is made of, in words."""
         return "messages, written by the chat template" if self.train[0].messages else "text, as it stands"
 
-    @property
-    def advice(self) -> str | None:
-        """What to look at where text goes to a model that was trained on chats."""
-        if self.train[0].messages or not self.tokenizer.has_chat_template:
-            return None
-        return (
+
+def what_to_look_at(settings: Settings, inputs: Inputs) -> Iterator[str]:
+    """Where text goes to a model that was trained on chats, and where no response can end by itself."""
+    if not inputs.train[0].messages and inputs.tokenizer.has_chat_template:
+        yield (
             "the prompts are text, and go to the model as they stand, though its tokenizer has a chat template; "
             'prompts.plain_prompts = "chat" makes each a user\'s message'
+        )
+    if not end_token_ids(settings.policy.path):
+        yield (
+            f"{settings.policy.path} names no end token, so that every response goes on until it is cut; set "
+            "eos_token_id in its generation_config.json to what ends a turn in its chat template"
         )
 
 

@@ -13,11 +13,11 @@ SOLVED = condition(
     SCORE,
     BEST_SCORE,
     window=10,
-    says="nearly every reward is the best there is",
+    says="the reward is near the best that was seen",
     can_do_with_one=True,
     min=0.95,
 )
-"""Nearly every reward is the best there is: nothing is left to learn."""
+"""The reward is near the largest that was seen, or the best mean where no largest is known: little is left to learn."""
 
 IMPROVES = condition("rises", SCORE, window=30, says="the reward rises", max=0.0)
 """The reward rises now."""

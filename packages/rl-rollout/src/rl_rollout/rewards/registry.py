@@ -28,6 +28,11 @@ REWARDS: Registry[Any] = Registry(
     group="rl_rollout.rewards",
 )
 
+HOW = (
+    "A reward gets one RewardInput, `def reward(given): ...`, with given.response_text, given.ground_truth and "
+    "given.columns; other arguments are options."
+)
+
 
 def resolve_reward(
     reference: str, options: Mapping[str, Json] | None = None, *, parts: Mapping[str, Any] | None = None
@@ -72,7 +77,8 @@ def bind_options(
         bound = {**options, **{key: part for key, part in (parts or {}).items() if key in known}}
         required = {key for key, parameter in known.items() if parameter.default is parameter.empty}
         for option in sorted(required - set(bound)):
-            raise SettingsError(f"reward function {name!r} needs the option {option!r}.")
+            advice = "" if is_class else f" {HOW}"
+            raise SettingsError(f"reward function {name!r} needs the option {option!r}.{advice}")
     if is_class:
         return check_callable(_made(function, bound, name=name), name=name)
     if bound:
@@ -123,6 +129,6 @@ def check_callable(function: Any, *, name: str) -> RewardFunction:
         signature.bind(object())
     except TypeError as error:
         raise SettingsError(
-            f"reward function {name!r} must take one argument, a RewardInput; it is {signature} ({error})."
+            f"reward function {name!r} must take one argument, a RewardInput; it is {signature} ({error}). {HOW}"
         ) from None
     return function  # type: ignore[no-any-return]
