@@ -50,7 +50,7 @@ def test_a_model_that_does_not_load_leaves_no_run(run: TinyRun, capsys: pytest.C
     [
         (
             ["status", "x"],
-            "error: unknown command 'status'; known: train, validate, export. See how a run goes with `rl-metrics doctor RUN`.",
+            "error: unknown command 'status'; known: train, validate, export. See how a run goes with `rl-metrics",
         ),
         (["trian"], "error: unknown command 'trian'; known: train, validate, export. Did you mean 'train'?"),
         (
