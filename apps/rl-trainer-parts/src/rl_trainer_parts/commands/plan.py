@@ -223,7 +223,8 @@ def _memory(settings: Settings) -> Iterator[str]:
     if reference:
         yield f"  reference  {reference / GIB:.2f} GiB"
     yield from _teacher_memory(settings)
-    yield f"  engine     {engine / GIB:.2f} GiB weights + {settings.engine.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
+    cache = f" + {settings.engine.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
+    yield f"  engine     {engine / GIB:.2f} GiB weights{cache if settings.rollout.engine == 'vllm' else ''}"
     yield from _experts(settings)
 
 

@@ -87,7 +87,8 @@ def _history(path: Path) -> list[dict[str, Any]]:
     if not isinstance(history, list):
         raise DataError(
             misplaced([file], trainer="trl")
-            or f"{file} must be a {STATE} of TRL's trainers; it has no log_history, or is torn."
+            or f"{file} must be a {STATE} of TRL's trainers; it has no log_history, or is torn. "
+            "Lines that a trainer prints are not read."
         )
     return [row for row in history if isinstance(row, dict)]
 

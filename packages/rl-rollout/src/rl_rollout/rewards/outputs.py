@@ -96,7 +96,9 @@ def _finite(value: Any, *, name: str) -> float:
     if inspect.isawaitable(value):
         discard(value)
         raise DataError(f"{with_article(value)} that nothing awaits; make the function an `async def` that awaits it.")
-    hint = " The `.item()` of a single value is one." if type(value).__name__ in ("Tensor", "ndarray") else ""
+    hints = dict.fromkeys(("Tensor", "ndarray"), " The `.item()` of a single value is one.")
+    hints["str"] = " Give `float(...)` of a number, and text in `RewardResult(extras=...)`."
+    hint = hints.get(type(value).__name__, "")
     raise DataError(
         f"{cut(name, max_characters=80)} = {shown(value)} ({type(value).__name__}); expected a finite number.{hint}"
     )
