@@ -523,6 +523,4 @@ def test_what_nobody_wrote_gets_no_advice(tmp_path, capsys):
     (tmp_path / "log.txt").write_text("epoch 1, loss 0.5\n")
     assert main(["import", "trl", str(tmp_path / "log.txt"), "--into", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
-    assert said.endswith(
-        "log.txt must be a trainer_state.json of TRL's trainers; it has no log_history, or is torn. Lines that a trainer prints are not read.\n"
-    )
+    assert "log.txt must be a trainer_state.json of TRL's trainers; it has no log_history, or is torn. Lines" in said
