@@ -123,3 +123,19 @@ def test_an_advantage_with_a_gradient_is_told_what_to_call(monkeypatch):
     monkeypatch.setitem(ADVANTAGES._builtin, "learnt", learnt)
     with pytest.raises(RLError, match=r"Give the tensor\.detach\(\)"):
         with_advantages(BATCH, advantage="learnt")
+
+
+def test_swapped_arguments_are_refused():
+    with pytest.raises(ShapeError, match=r"group must be integers, .* Are they swapped"):
+        grpo_advantages(torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 0.0, 0.5, 0.2]))
+    reference, policy = torch.tensor([-1.0]), torch.tensor([-2.0], requires_grad=True)
+    with pytest.raises(DataError, match=r"nothing would train\. Are they swapped"):
+        KL_ESTIMATORS.get("k3")(reference, policy)
+
+
+@pytest.mark.parametrize("name", ["policy_logprobs", "old_logprobs"])
+def test_probabilities_are_no_logprobs(name):
+    given = {"policy_logprobs": torch.tensor([[-1.0, -2.0]]), "old_logprobs": torch.tensor([[-1.0, -2.0]])}
+    given[name] = given[name].exp()
+    with pytest.raises(DataError, match=rf"{name} must be at most 0; found 0\.3679\. Give `log_softmax`"):
+        PolicyTokens.from_padded(loss_mask=torch.tensor([[1, 1]]), advantages=torch.tensor([1.0]), **given)

@@ -151,6 +151,7 @@ class Controller:
 
     async def _learn(self) -> None:
         await self._begin()
+        self._metrics.step_ended()  # what came before is no part of the first step
         while True:
             try:
                 await self._validate_again()

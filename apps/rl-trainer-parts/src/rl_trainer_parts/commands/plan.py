@@ -79,8 +79,8 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
     yield f"  learner    {settings.policy.learner}, {settings.learner.dtype}, policy {settings.policy.path}"
     yield from _ranks(settings, inline_rank)
     yield f"  engine     {rollout.engine}, {settings.engine.dtype}, {where}; loop {rollout.loop}"
-    yield f"{INDENT}a response ends at token {' or '.join(map(str, end_token_ids(settings.policy.path))) or 'none'}"
     yield from (f"{INDENT}{line}" for line in loop_lines)
+    yield f"{INDENT}a response ends at token {' or '.join(map(str, end_token_ids(settings.policy.path))) or 'none'}"
     yield f"  reward     {settings.reward.label}"
     if settings.algorithm.kl_coefficient:
         yield f"  reference  frozen copy of the policy (KL coefficient {settings.algorithm.kl_coefficient:g})"

@@ -11,6 +11,7 @@ arXiv:2504.02546; pass@k, Tang et al. 2025, arXiv:2503.19595.
 import torch
 from torch import Tensor
 
+from rl_core.errors import ShapeError
 from rl_core.record_fields import converts_arguments
 from rl_distill.objectives.option_rules import Addend, checked
 from rl_distill.objectives.rewarded_rows import RewardedRows, session_advantages, spread_units, units_of
@@ -76,7 +77,7 @@ def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: Addend = 1e-6) -> Te
         one session, gets zeros.
 
     Raises:
-        ShapeError: The two are not [S].
+        ShapeError: The two are not [S], or group is of floats.
         SettingsError: eps is below 0.
     """
     centered, index = _centered(rewards, group)
@@ -137,7 +138,7 @@ def gpg_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = Fals
         [S] advantages in the rewards' dtype, times the number of sessions over those in groups with unequal rewards.
 
     Raises:
-        ShapeError: The two are not [S].
+        ShapeError: The two are not [S], or group is of floats.
         SettingsError: eps is below 0.
     """
     centered, index = _centered(rewards, group)
@@ -162,7 +163,7 @@ def passk_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = Tr
         [S] advantages in the rewards' dtype. A lone session, and the best of a tie, get 0.
 
     Raises:
-        ShapeError: The two are not [S].
+        ShapeError: The two are not [S], or group is of floats.
         SettingsError: eps is below 0.
     """
     centered, index = _centered(rewards, group)
@@ -185,6 +186,8 @@ def _dtype(rewards: Tensor) -> torch.dtype:
 def _centered(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """[S] float64 rewards less their group's mean, and [S] dense group index."""
     check_rows({"rewards": rewards, "group": group})
+    if len(group) and group.is_floating_point():
+        raise ShapeError(f"group must be integers, the prompt of each session; found {group.dtype}. Are they swapped?")
     _, index = torch.unique(group, return_inverse=True)
     values, sizes = rewards.double(), torch.bincount(index)
     zeros = values.new_zeros(len(sizes))

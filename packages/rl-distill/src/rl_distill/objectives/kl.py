@@ -14,9 +14,10 @@ Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; gradients, Tang an
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from rl_core.errors import ShapeError
+from rl_core.errors import DataError, ShapeError
 from rl_core.record_fields import converts_arguments
 from rl_core.registry import Registry
 from rl_distill.objectives.log_ratios import bounded, excess
@@ -84,5 +85,9 @@ def _constant(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
         raise ShapeError(
             f"reference_logprobs must have shape {list(policy_logprobs.shape)}, as policy_logprobs has; found "
             f"{list(reference_logprobs.shape)}. Score the same tokens."
+        )
+    if reference_logprobs.requires_grad and not policy_logprobs.requires_grad and torch.is_grad_enabled():
+        raise DataError(
+            "reference_logprobs have a gradient, and policy_logprobs have none; nothing would train. Are they swapped?"
         )
     return reference_logprobs.detach()

@@ -18,7 +18,14 @@ from rl_core.record_fields import converts_arguments, record
 from rl_distill.objectives.log_ratios import bounded
 from rl_distill.objectives.option_rules import checked, number
 from rl_distill.objectives.ragged import padded_offsets
-from rl_distill.objectives.shapes import as_mask, check_mask, check_offsets, check_padded, check_tokens
+from rl_distill.objectives.shapes import (
+    as_mask,
+    check_mask,
+    check_offsets,
+    check_padded,
+    check_tokens,
+    refuse_probabilities,
+)
 
 ClipLow = Annotated[float, number(at_least=0.0, below=1.0)]
 """Ratios are held above 1 - clip_low, which must be above 0."""
@@ -87,6 +94,7 @@ class PolicyTokens:
 
         Raises:
             ShapeError: A tensor is not [B, T], or the mask is of floats.
+            DataError: On a CPU: a logprob of a token that trains is above 0.
         """
         loss_mask = as_mask(loss_mask)
         padded = {
@@ -98,6 +106,8 @@ class PolicyTokens:
             "old_logprobs": policy_logprobs.detach() if old_logprobs is None else old_logprobs,
         } | ({} if selection is None else {"selection": selection})
         check_padded(padded)
+        for name in ("policy_logprobs", "old_logprobs"):
+            refuse_probabilities(padded[name], loss_mask, name)
         return cls(**{name: tensor.reshape(-1) for name, tensor in padded.items()}, offsets=padded_offsets(loss_mask))
 
     @property

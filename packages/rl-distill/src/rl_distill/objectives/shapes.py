@@ -4,7 +4,10 @@ from collections.abc import Mapping
 
 import torch
 
-from rl_core.errors import ShapeError
+from rl_core.errors import DataError, ShapeError
+
+AGREEMENT = 1e-2
+"""How far a logprob may be above 0, and two of one token apart, by rounding."""
 
 
 def check_tokens(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -38,6 +41,22 @@ def check_padded(tensors: Mapping[str, torch.Tensor]) -> None:
         ShapeError: One of them is not [B, T].
     """
     _check_alike(tensors, "[B, T]", "Give rows that are padded to one length.")
+
+
+def refuse_probabilities(logprobs: torch.Tensor, mask: torch.Tensor, name: str) -> None:
+    """Refuse what no logprobs can be; a GPU is not stopped to look.
+
+    Args:
+        logprobs: [B, T].
+        mask: [B, T] bool, tokens that count.
+        name: Of the logprobs.
+
+    Raises:
+        DataError: One is above 0.
+    """
+    if logprobs.device.type == "cpu" and bool((logprobs.detach().gt(AGREEMENT) & (mask != 0)).any()):
+        found = float(logprobs.detach()[mask != 0].max())
+        raise DataError(f"{name} must be at most 0; found {found:.4g}. Give `log_softmax` of the logits.")
 
 
 def check_rows(tensors: Mapping[str, torch.Tensor]) -> int:

@@ -7,9 +7,7 @@ from rl_core.errors import DataError, ShapeError
 from rl_core.record_fields import converts_arguments, record
 from rl_distill.learner import MicroBatch
 from rl_distill.objectives.micro_columns import needed_column
-
-AGREEMENT = 1e-2
-"""How far two logprobs of one token may be apart, and one above 0."""
+from rl_distill.objectives.shapes import AGREEMENT
 
 MAX_MASS = 1.05
 """Probabilities of bfloat16 logprobs may sum to this."""

@@ -16,6 +16,9 @@ from rl_metrics.run_files.run_record import RunRecord
 from rl_metrics.trackers.text import plain_text
 
 MAX_NAME = 120
+COLUMNS = ("unit", "A", "B", "B - A", "95 % interval", "from")
+ROOMY = 100
+"""Characters of a line from which on units and origins are shown."""
 SHOWN_NAMES = 20
 
 
@@ -68,10 +71,15 @@ def _show(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Comparison
         table = Table(title=chapter, title_justify="left", expand=True)
         table.add_column("", width=1)
         table.add_column("metric", overflow="fold", ratio=4)
-        for column in ("unit", "A", "B", "B - A", "95 % interval", "from"):
-            table.add_column(column, ratio=2 if column in ("95 % interval", "from") else 1)
+        columns = [name for name in COLUMNS if console.width >= ROOMY or name not in ("unit", "from")]
+        for column in columns:
+            is_number = column in ("A", "B", "B - A")
+            ratio = 2 if column in ("95 % interval", "from") else 1
+            table.add_column(column, ratio=ratio, no_wrap=is_number, min_width=9 if is_number else None)
         for one in differences:
-            table.add_row(*(Text(cell) for cell in _cells(one)), style="bold" if one.is_clear else "")
+            cells = _cells(one)
+            shown_cells = [*cells[:2], *(dict(zip(COLUMNS, cells[2:], strict=True))[name] for name in columns)]
+            table.add_row(*map(Text, shown_cells), style="bold" if one.is_clear else "")
         console.print(table)
     num_clear = sum(one.is_clear for one in comparison.differences)
     say(
