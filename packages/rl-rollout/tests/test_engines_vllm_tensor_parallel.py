@@ -228,9 +228,10 @@ async def killed_under_load(engine: ProcessEngine) -> None:
     try:
         family = [pid for pid, _ in descendants(engine.pid)]
         assert len(workers_of(engine.pid)) == 2
-        request = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=100, seed=0), num_samples=64)
-        running = asyncio.ensure_future(engine.generate(request))
-        await engine.generate(GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=2)))
+        first = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=2))
+        request = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=100, seed=0), num_samples=512)
+        begun, running = (asyncio.ensure_future(engine.generate(one)) for one in (first, request))
+        await begun  # of the other, eight times as many as run at once, most is left
         os.kill(engine.pid, 9)
         with pytest.raises(EngineDiedError):
             await running
