@@ -37,6 +37,9 @@ LARGEST_COUNT_AFTER_CONTEXT = 16
 NUMBERS_OF_CONTEXT = 63
 """In front of each question of long_prompt, which then has 256 tokens; they have nothing to do with it."""
 
+MAX_POSITIONS = 512
+"""Of the policies; that of the shape has no room for 256 tokens of prompt and 64 of response."""
+
 WARM_UP_STEPS = {"long_tail": 160, "long_prompt": 80}
 DEMONSTRATIONS_PER_STEP = {"long_tail": 256, "long_prompt": 64}
 """long_prompt goes on with what long_tail has learnt."""
@@ -182,6 +185,8 @@ def warm_up(workload: str, part: Path, problems: list[Problem], begin: Path) -> 
     shutil.rmtree(checkpoint)
     for name in SHARED_FILES[1:]:
         shutil.copy(SHAPE / name, part / "policy" / name)
+    config = json.loads((part / "policy" / "config.json").read_text())
+    (part / "policy" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": MAX_POSITIONS}))
 
 
 def demonstrations(problems: list[Problem], answers: list[str]) -> "Batch":
