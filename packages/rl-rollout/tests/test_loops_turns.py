@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from chat_model import CHATML, SPECIAL, chat_prompt, encode, make_tokenizer
+from chat_model import CHATML, SPECIAL, THINKING, TOOLS, chat_prompt, encode, make_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,17 +8,6 @@ from rl_core.data.records import Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.loops.turns import ChatTurns, PlainTurns, Reply, TurnFormat, join_turns
 
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
-
-# In the manner of Qwen3: earlier turns lose their thinking, the last one gets an empty one, results are the user's.
-THINKING = (
-    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
-    "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content.split('</think>')[-1] }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
-)
 # In the manner of gpt-oss: one call a message, which ends with its own token; results name the tool.
 HARMONY = (
     "{% for m in messages %}{% if m.role == 'tool' %}{% if not messages[loop.index0 - 1].tool_calls "

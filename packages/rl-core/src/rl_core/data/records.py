@@ -67,6 +67,7 @@ class Trajectory:
         prompt_uid: uid of its prompt, which is its group's id.
         session_index: Which run of the agent loop on this prompt, from 0.
         output_index: Which trajectory of that session, from 0.
+        parent: output_index of the trajectory of the session that this one branches off; None where it begins anew.
         input_ids: [T] int32 prompt and response tokens.
         loss_mask: [T] bool, True where the token was sampled and trains.
         rollout_logprobs: [T] float32, 0 where loss_mask is False.
@@ -82,6 +83,7 @@ class Trajectory:
     prompt_uid: str
     session_index: int
     output_index: int = 0
+    parent: int | None = None
     input_ids: Annotated[IntArray, Axes("T")]
     loss_mask: Annotated[BoolArray, Axes("T")]
     rollout_logprobs: Annotated[FloatArray, Axes("T")]

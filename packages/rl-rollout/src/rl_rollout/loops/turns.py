@@ -83,12 +83,17 @@ class ChatTurns:
         self._tools = list(tools)
         own = tokenizer.eos_token_id
         self._end_token_ids = frozenset({*end_token_ids, *(() if own is None else (own,))})
-        self._controls = re.compile("|".join(re.escape(token) for token in tokenizer.special_tokens) or r"(?!)")
+        self.control_tokens = re.compile("|".join(re.escape(token) for token in tokenizer.special_tokens) or r"(?!)")
         if not tokenizer.has_chat_template:
             raise SettingsError(
                 'the tokenizer has no chat template, which several turns need. Give one, or set turns.kind = "plain".'
             )
         self._shape = self._find_shape()
+
+    @property
+    def arguments_are_text(self) -> bool:
+        """True where the template reads the arguments of calls as JSON text, not as objects."""
+        return self._shape is _calls_as_text
 
     def prompt_ids(self, prompt: Prompt, *, observation: str | None = None) -> IntArray:
         """[P] int32 what the first turn continues; an observation comes after the prompt's own messages.
@@ -113,8 +118,29 @@ class ChatTurns:
         Raises:
             DataError: The template refuses the reply.
         """
-        harmless = [Reply(text=self._harmless(reply.text), name=reply.name) for reply in replies]
-        tail = self._encode(self._tail(harmless, self._shape))
+        named = [Reply(text=self._harmless(one.text), name=one.name or self._any_name()) for one in replies]
+        return self.following_ids(self._messages(named), calls=[one.name for one in named], last_token=last_token)
+
+    def opening_ids(self, messages: Sequence[Message]) -> IntArray:
+        """[P] int32 what the first turn continues, of any messages; control tokens in them are control tokens.
+
+        Raises:
+            DataError: The template refuses the messages.
+        """
+        return self._encode(self._tokenizer.render(messages, where="the messages", tools=self._tools))
+
+    def following_ids(self, messages: Sequence[Message], *, calls: Sequence[str], last_token: int) -> IntArray:
+        """As `reply_ids`, for any messages; control tokens in them are control tokens.
+
+        Args:
+            messages: What follows the turn.
+            calls: Names of the tools that the turn called.
+            last_token: Of the turn.
+
+        Raises:
+            DataError: The template refuses the messages.
+        """
+        tail = self._encode(self._tail(messages, calls))
         ends = np.flatnonzero(tail == last_token)
         if len(ends):
             return tail[ends[0] + 1 :]
@@ -163,13 +189,13 @@ class ChatTurns:
             return "it writes a reply otherwise after two turns than after one."
         return None
 
-    def _tail(self, replies: Sequence[Reply], shape: "_Shape") -> str:
+    def _tail(self, messages: Sequence[Message], calls: Sequence[str]) -> str:
         """All that the template writes after what the assistant said."""
-        mark = MARK
-        while any(mark in reply.text or mark in reply.name for reply in replies):
+        mark, others = MARK, f"{messages} {calls}"
+        while mark in others:
             mark += "x"
-        named = [Reply(text=reply.text, name=reply.name or self._any_name()) for reply in replies]
-        _, found, tail = self._render([QUESTION, *shape(named, mark), *self._messages(named)]).rpartition(mark)
+        turn = self._shape([Reply(text="", name=name) for name in calls], mark)
+        _, found, tail = self._render([QUESTION, *turn, *messages]).rpartition(mark)
         if not found:
             raise DataError("the chat template leaves out what the assistant said before this reply.")
         return tail
@@ -195,7 +221,7 @@ class ChatTurns:
 
     def _harmless(self, text: str) -> str:
         """The text, with control tokens broken up: a tool cannot end a turn or speak for the user."""
-        return self._controls.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+        return self.control_tokens.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
 
 class PlainTurns:

@@ -55,6 +55,7 @@ class _TrajectoryRecord(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     reward_components: dict[str, float]
     timings: tuple[float, float, float, int]
     extras: dict[str, Any]
+    parent: int | None = None
 
 
 class _SessionRecord(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -186,6 +187,7 @@ def _joined_groups(
                         output_index=output_index,
                         **{name: values[place] for name, values in tokens.items()},
                         finish_reason=cast(FinishReason, each.finish_reason),
+                        parent=each.parent,
                         reward=each.reward,
                         reward_components=each.reward_components,
                         timings=Timings(
@@ -347,6 +349,7 @@ def _trajectory_record(row: Trajectory) -> dict[str, Json]:
         "reward_components": dict(row.reward_components),
         "timings": [timings.generate_s, timings.tools_s, timings.reward_s, timings.preemptions],
         "extras": dict(row.extras),
+        **({} if row.parent is None else {"parent": row.parent}),
     }
 
 

@@ -26,6 +26,7 @@ class GptOssParser:
         """See `ToolParser.parse`."""
         calls: list[ToolCall] = []
         answers: list[str] = []
+        thoughts: list[str] = []
         if not HARMONY.search(text):
             return ParsedTurn()
         for header, body, end in _messages(text):
@@ -35,7 +36,9 @@ class GptOssParser:
                 calls.append(_read(recipient[1].removeprefix("functions.") if recipient else "", body, end=end))
             elif channel is None or channel[1] == "final":
                 answers.append(body or "")
-        return ParsedTurn(calls=tuple(calls), answer="".join(answers))
+            elif channel[1] == "analysis":
+                thoughts.append(body or "")
+        return ParsedTurn(calls=tuple(calls), answer="".join(answers), reasoning="".join(thoughts))
 
 
 def _messages(text: str) -> Iterator[tuple[str, str | None, str]]:

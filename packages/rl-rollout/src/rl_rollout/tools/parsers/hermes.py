@@ -30,7 +30,7 @@ class HermesParser:
     def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:  # noqa: ARG002
         """See `ToolParser.parse`."""
         blocks = call_blocks(text, openings=(OPENING,), find_end=_find_end)
-        return ParsedTurn(calls=tuple(map(_read, blocks)))
+        return ParsedTurn(calls=tuple(map(_read, blocks)), calls_at=blocks[0].start if blocks else None)
 
 
 def _find_end(text: str, _: str, start: int) -> BodyEnd:

@@ -16,11 +16,13 @@ class Block(NamedTuple):
         opening: What it begins with; empty where only its end is there.
         body: What follows; up to the next opening where no end is there.
         is_closed: Its end is there.
+        start: Where it begins in the turn.
     """
 
     opening: str
     body: str
     is_closed: bool
+    start: int
 
 
 class BodyEnd(NamedTuple):
@@ -65,12 +67,12 @@ def call_blocks(text: str, *, openings: Sequence[str], find_end: Callable[[str, 
             has_thought = True
         elif mark[0] == CLOSING:
             if not blocks:
-                blocks.append(Block("", "", is_closed=True))
+                blocks.append(Block("", "", is_closed=True, start=mark.start()))
         else:
             end = find_end(text, mark[0], position)
             body = text[position : end.body]
             if end.is_closed or has_thought or THOUGHT not in body:  # else: a mark that was thought about
-                blocks.append(Block(mark[0], body, end.is_closed))
+                blocks.append(Block(mark[0], body, end.is_closed, mark.start()))
                 position = end.call
     return blocks
 

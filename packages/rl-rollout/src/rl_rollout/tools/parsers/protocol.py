@@ -20,10 +20,14 @@ class ParsedTurn:
     Attributes:
         calls: In order; none ends the session.
         answer: What it says to the user, where the format marks it; None where that is the whole turn.
+        reasoning: What it thought, where the format marks it otherwise than by `<think>`.
+        calls_at: Where the first call begins in the text, if it is known.
     """
 
     calls: tuple[ToolCall, ...] = ()
     answer: str | None = None
+    reasoning: str = ""
+    calls_at: int | None = None
 
 
 class ToolParser(Protocol):

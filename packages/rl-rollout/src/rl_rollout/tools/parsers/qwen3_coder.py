@@ -29,7 +29,8 @@ class Qwen3CoderParser:
     def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:
         """See `ToolParser.parse`."""
         blocks = call_blocks(text, openings=(OPENING, FUNCTION), find_end=_find_end)
-        return ParsedTurn(calls=tuple(_read(block, parameters) for block in blocks))
+        calls = tuple(_read(block, parameters) for block in blocks)
+        return ParsedTurn(calls=calls, calls_at=blocks[0].start if blocks else None)
 
 
 def _find_end(text: str, opening: str, start: int) -> BodyEnd:

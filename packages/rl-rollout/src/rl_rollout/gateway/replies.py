@@ -1,0 +1,122 @@
+"""What a model sampled, as the message that a client gets: reasoning, text and calls."""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rl_core.data import IntArray, Json
+from rl_rollout.gateway.messages import Call, ChatMessage
+from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.tools.parsers.markup import THINKING, THOUGHT
+from rl_rollout.tools.parsers.protocol import ParsedTurn, ToolParser
+
+TAIL_TOKENS = 16
+"""Tokens in which a prompt that opens the reasoning has done so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyReader:
+    """Reads turns.
+
+    Attributes:
+        tokenizer: Of the policy.
+        parser: Reads calls; None where the model makes none.
+        end_token_ids: Tokens that end a turn, which a client does not see.
+    """
+
+    tokenizer: PromptTokenizer
+    parser: ToolParser | None
+    end_token_ids: frozenset[int]
+
+    def opens_reasoning(self, new_ids: IntArray) -> bool:
+        """True where what the engine is asked to continue ends within `<think>`."""
+        (tail,) = self.tokenizer.decode([new_ids[-TAIL_TOKENS:]], skip_special_tokens=False)
+        return tail.rfind(THINKING) > tail.rfind(THOUGHT)
+
+    def read(
+        self,
+        token_ids: IntArray,
+        *,
+        is_reasoning: bool,
+        tools: Sequence[Mapping[str, Json]] = (),
+        text: str | None = None,
+    ) -> ChatMessage:
+        """A turn as a message.
+
+        Calls that cannot be read stay in the text, as they stand: a client then sees what is wrong with them.
+
+        Args:
+            token_ids: [R] int32 as sampled.
+            is_reasoning: The prompt has opened the reasoning.
+            tools: That the model may call, as chat templates take them.
+            text: What the client may see of it, where a stop string cut it.
+        """
+        if text is None:
+            (text,) = self.tokenizer.decode([token_ids], skip_special_tokens=False)
+        parsed = self._parsed(text, tools)
+        shown = self._without_end(text, token_ids)
+        if parsed.answer is not None:
+            return _message(parsed.answer, parsed.reasoning, parsed)
+        reasoning, start = split_reasoning(shown, is_open=is_reasoning)
+        end = len(shown) if parsed.calls_at is None or not parsed.calls else max(parsed.calls_at, start)
+        return _message(shown[start:end], reasoning, parsed)
+
+    def without_reasoning(self, token_ids: IntArray, *, is_reasoning: bool) -> IntArray:
+        """[K] int32 the tokens of a turn from its answer on; the same array where nothing was thought."""
+        (text,) = self.tokenizer.decode([token_ids], skip_special_tokens=False)
+        reasoning, start = split_reasoning(text, is_open=is_reasoning)
+        if not reasoning or THOUGHT not in text:
+            return token_ids
+        wanted = text.index(THOUGHT) if is_reasoning else start  # a prompt that opens it needs it closed
+        low, high = 0, len(token_ids)
+        while low < high:
+            middle = (low + high) // 2
+            (head,) = self.tokenizer.decode([token_ids[:middle]], skip_special_tokens=False)
+            low, high = (middle + 1, high) if len(head) < wanted else (low, middle)
+        return token_ids[low:]
+
+    def _parsed(self, text: str, tools: Sequence[Mapping[str, Json]]) -> ParsedTurn:
+        if self.parser is None:
+            return ParsedTurn()
+        schemas = {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}
+        parsed = self.parser.parse(text, parameters=schemas)
+        if tools and all(call.fault is None for call in parsed.calls):
+            return parsed
+        return ParsedTurn(answer=parsed.answer if not parsed.calls else None, reasoning=parsed.reasoning)
+
+    def _without_end(self, text: str, token_ids: IntArray) -> str:
+        if not len(token_ids) or int(token_ids[-1]) not in self.end_token_ids:
+            return text
+        (end,) = self.tokenizer.decode([token_ids[-1:]], skip_special_tokens=False)
+        return text.removesuffix(end)
+
+
+def split_reasoning(text: str, *, is_open: bool) -> tuple[str, int]:
+    """The reasoning at the beginning of a turn, and where the rest begins.
+
+    Args:
+        text: The turn.
+        is_open: The prompt has opened the reasoning, so that the turn begins within it.
+    """
+    indent = len(text) - len(text.lstrip())
+    begins = text.startswith(THINKING, indent)
+    first, last = text.find(THINKING), text.find(THOUGHT)
+    if not begins and not is_open and (last < 0 or 0 <= first < last):
+        return "", 0
+    start = indent + len(THINKING) if begins else 0
+    if last < 0:
+        return text[start:].strip(), len(text)
+    return text[start:last].strip(), last + len(THOUGHT)
+
+
+def _message(content: str, reasoning: str, parsed: ParsedTurn) -> ChatMessage:
+    calls = tuple(
+        Call(
+            name=call.name,
+            arguments=json.dumps(dict(call.arguments), ensure_ascii=False),
+            call_id=f"call_{secrets.token_hex(12)}",
+        )
+        for call in parsed.calls
+    )
+    return ChatMessage(role="assistant", content=content.strip(), reasoning=reasoning, calls=calls)

@@ -1,0 +1,271 @@
+"""What was prompted and sampled in a session, as a tree of tokens; each leaf becomes a trajectory."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from rl_core.data import NO_VERSION, IntArray, Timings, Trajectory
+from rl_core.errors import DataError
+from rl_rollout.audit import SampledSpan, audit_session
+from rl_rollout.engines.protocol import Generation
+from rl_rollout.gateway.messages import ChatMessage
+from rl_rollout.loops.outcomes import join_experts
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Turn:
+    """What the engine was asked to continue.
+
+    Attributes:
+        after: The sample that it follows; None at the beginning of a conversation.
+        new_ids: [N] int32 tokens since then, up to where the model answers.
+        samples: What was sampled, each on its own: several for retries and for choices.
+    """
+
+    after: "Sample | None"
+    new_ids: IntArray
+    samples: list["Sample"] = field(default_factory=list)
+
+    @property
+    def input_ids(self) -> IntArray:
+        """[P] int32 all that the engine is asked to continue."""
+        parts = [self.new_ids]
+        turn = self
+        while turn.after is not None:
+            parts.append(turn.after.kept_ids)
+            turn = turn.after.turn
+            parts.append(turn.new_ids)
+        return np.concatenate(parts[::-1]).astype(np.int32, copy=False)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sample:
+    """What the model said once.
+
+    Attributes:
+        turn: Which it answers.
+        message: As the client got it.
+        generation: As the engine gave it.
+        asked_digest: Of the tokens that the engine was given.
+        kept_ids: [K] int32 what later turns have of it: all, or its tokens without the reasoning.
+        request_index: Which request of the session it answers; choices of one request share it.
+        generate_s: Seconds that the engine took.
+        never_trains: It was asked for outside of the task, or never reached the client.
+        turns: What followed, by the digest of the conversation.
+    """
+
+    turn: Turn
+    message: ChatMessage
+    generation: Generation
+    asked_digest: bytes
+    kept_ids: IntArray
+    request_index: int
+    generate_s: float = 0.0
+    never_trains: bool = False
+    turns: dict[bytes, Turn] = field(default_factory=dict)
+
+
+class Place(NamedTuple):
+    """Where a request stands in the tree.
+
+    Attributes:
+        after: The last sample that the conversation has; None where it has none.
+        num_matched: Messages up to it, it included.
+        turn: The same request, where it was made before.
+        num_known: Messages that some request of the session began with.
+        is_fork: Another conversation goes on from `after`, or from its place.
+    """
+
+    after: Sample | None
+    num_matched: int
+    turn: Turn | None
+    num_known: int
+    is_fork: bool
+
+
+class SessionTree:
+    """Grows by requests, each placed by digests of its messages; nothing that was sampled is encoded again."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._roots: dict[bytes, Turn] = {}
+        self._samples: dict[bytes, list[Sample]] = {}
+        self._known: set[bytes] = set()
+        self._in_order: list[Sample] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """True before the first request."""
+        return not self._known
+
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """All of them, in the order in which they ended."""
+        return self._in_order
+
+    def place(self, digests: Sequence[bytes], messages: Sequence[ChatMessage]) -> Place:
+        """Find where a request goes on.
+
+        Args:
+            digests: Of the tools, then of each beginning of the conversation; see `context_digests`.
+            messages: The conversation.
+        """
+        num_known = next((i for i, digest in enumerate(digests) if digest not in self._known), len(digests)) - 1
+        for num_matched in range(len(messages), 0, -1):
+            if candidates := self._samples.get(digests[num_matched]):
+                after = _likeliest(candidates, messages[num_matched - 1])
+                break
+        else:
+            after, num_matched = None, 0
+        beside = self._roots if after is None else after.turns
+        turn = beside.get(digests[-1])
+        return Place(after, num_matched, turn, max(num_known, 0), is_fork=bool(after and beside and turn is None))
+
+    def open_turn(self, place: Place, digests: Sequence[bytes], new_ids: IntArray) -> Turn:
+        """Add a request where it stands; the same one again is the turn that there is."""
+        beside = self._roots if place.after is None else place.after.turns
+        self._known.update(digests)
+        return beside.setdefault(digests[-1], Turn(after=place.after, new_ids=new_ids))
+
+    def add(self, sample: Sample, digests: Sequence[bytes]) -> None:
+        """Add what the model said to a turn whose conversation has these digests."""
+        digest = blake2b(digests[-1] + sample.message.digest, digest_size=len(digests[-1])).digest()
+        sample.turn.samples.append(sample)
+        self._samples.setdefault(digest, []).append(sample)
+        self._known.add(digest)
+        self._in_order.append(sample)
+
+    def trained(self) -> set[Sample]:
+        """The samples that train.
+
+        Of those that answer one turn, the ones that the agent went on from; where it went on from none, the first
+        choice of the last request. What an agent asked for again, or did not choose, it did not act on.
+        """
+        chosen: set[Sample] = set()
+        for turn in {sample.turn: None for sample in self._in_order}:
+            usable = [sample for sample in turn.samples if not sample.never_trains]
+            continued = [sample for sample in usable if sample.turns]
+            last = [one for one in usable[::-1] if one.request_index == usable[-1].request_index]
+            chosen.update(continued or last[-1:])
+        return chosen
+
+    def trajectories(self, prompt_uid: str, session_index: int) -> tuple[Trajectory, ...]:
+        """A trajectory for each leaf, unscored, in the order in which they ended.
+
+        A token that several share trains in the first of them; `parent` is the one that trains the last token which a
+        trajectory shares.
+        """
+        trains = self.trained()
+        owners: dict[Sample, int] = {}
+        built: list[Trajectory] = []
+        for leaf in self._leaves(trains):
+            path = _path(leaf)
+            own = [one for one in path if one in trains and one not in owners and (one is leaf or _is_whole(one))]
+            shared = [owners[one] for one in path if one in owners]
+            index = len(built)
+            owners.update(dict.fromkeys(own, index))
+            built.append(_trajectory(path, own, (prompt_uid, session_index, index), shared[-1] if shared else None))
+        return tuple(built)
+
+    def spans(self) -> list[SampledSpan]:
+        """What the engine was asked and gave, for the audit; the tree keeps each token once.
+
+        Raises:
+            DataError: The tokens of a turn are not those that the engine was given.
+        """
+        spans = []
+        for number, sample in enumerate(self._in_order):
+            input_ids = sample.turn.input_ids
+            if digest_of(input_ids) != sample.asked_digest:
+                raise DataError(f"request {number} of the session was given other tokens than the tree has of it.")
+            spans.append(SampledSpan.of(input_ids, sample.generation))
+        return spans
+
+    def audit(self, trajectories: Sequence[Trajectory]) -> None:
+        """Prove the session's trajectories; see `audit_session`.
+
+        Raises:
+            DataError: A token that trains was not sampled in its context, or trains twice.
+        """
+        audit_session(trajectories, self.spans())
+
+    def _leaves(self, trains: set[Sample]) -> Iterator[Sample]:
+        """Samples that train and have none after them, and those that later turns keep a part of alone."""
+        has_later: set[Sample] = set()
+        for sample in trains:
+            above = sample.turn.after
+            while above is not None and above not in has_later:
+                has_later.add(above)
+                above = above.turn.after
+        return (one for one in self._in_order if one in trains and (one not in has_later or not _is_whole(one)))
+
+
+def digest_of(input_ids: IntArray) -> bytes:
+    """Of the tokens that an engine is given."""
+    return blake2b(np.ascontiguousarray(input_ids, dtype=np.int32).tobytes(), digest_size=16).digest()
+
+
+def _likeliest(candidates: Sequence[Sample], sent: ChatMessage) -> Sample:
+    """Of samples that say the same, the one whose calls or reasoning the client sends back; else the last one."""
+    ids = [call.call_id for call in sent.calls]
+    return max(
+        enumerate(candidates),
+        key=lambda one: (
+            bool(ids) and [call.call_id for call in one[1].message.calls] == ids,
+            bool(sent.reasoning) and one[1].message.reasoning.strip() == sent.reasoning.strip(),
+            not one[1].never_trains,
+            one[0],
+        ),
+    )[1]
+
+
+def _is_whole(sample: Sample) -> bool:
+    return sample.kept_ids is sample.generation.token_ids
+
+
+def _path(leaf: Sample) -> list[Sample]:
+    path = [leaf]
+    while path[-1].turn.after is not None:
+        path.append(path[-1].turn.after)
+    return path[::-1]
+
+
+def _trajectory(
+    path: Sequence[Sample], own: Sequence[Sample], name: tuple[str, int, int], parent: int | None
+) -> Trajectory:
+    """The tokens of a path, of which `own` train."""
+    leaf = path[-1]
+    parts = [part for one in path for part in (one.turn.new_ids, one.kept_ids)]
+    parts[-1] = leaf.generation.token_ids
+    ids = np.concatenate(parts).astype(np.int32, copy=False)
+    mask = np.zeros(len(ids), dtype=np.bool_)
+    logprobs = np.zeros(len(ids), dtype=np.float32)
+    versions = np.full(len(ids), NO_VERSION, dtype=np.int32)
+    start = 0
+    for index, sample in enumerate(path):
+        start += len(parts[2 * index])
+        stop = start + len(parts[2 * index + 1])
+        if sample in own:
+            mask[start:stop] = True
+            logprobs[start:stop] = sample.generation.logprobs
+            versions[start:stop] = sample.generation.policy_versions
+        start = stop
+    return Trajectory(
+        prompt_uid=name[0],
+        session_index=name[1],
+        output_index=name[2],
+        parent=parent,
+        input_ids=ids,
+        loss_mask=mask,
+        rollout_logprobs=logprobs,
+        policy_versions=versions,
+        finish_reason=leaf.generation.finish_reason,
+        routed_experts=join_experts((one.generation.routed_experts for one in own), len(ids)),
+        timings=Timings(
+            generate_s=sum(one.generate_s for one in own),
+            preemptions=sum(one.generation.num_preempted for one in own),
+        ),
+    )

@@ -1,0 +1,276 @@
+"""The tree of a session: what was sampled stays as it was, and each token trains once, in its own context."""
+
+import numpy as np
+import pytest
+from chat_model import CHATML, THINKING, TOOLS, encode, make_tokenizer
+
+from rl_core.errors import DataError
+from rl_rollout.engines.protocol import Generation
+from rl_rollout.gateway.encoding import ConversationEncoder
+from rl_rollout.gateway.messages import Call, ChatMessage, context_digests
+from rl_rollout.gateway.replies import ReplyReader
+from rl_rollout.gateway.tree import Sample, SessionTree, digest_of
+from rl_rollout.tools.parsers import resolve_parser
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2.0]}}</tool_call>'
+
+
+def user(text):
+    return ChatMessage(role="user", content=text)
+
+
+class Talk:
+    """A session without HTTP: requests are placed and encoded, and the test says what is sampled."""
+
+    def __init__(self, template=CHATML, *, keeps_reasoning=True):
+        self.tokenizer = make_tokenizer(template)
+        self.encoder = ConversationEncoder(self.tokenizer)
+        end = self.tokenizer.eos_token_id
+        self.reader = ReplyReader(
+            tokenizer=self.tokenizer, parser=resolve_parser("hermes"), end_token_ids=frozenset({end})
+        )
+        self.tree = SessionTree()
+        self.keeps_reasoning = keeps_reasoning
+        self.places = []
+        self.num_encoded = 0
+
+    def ask(self, messages, *texts, tools=(), **fields):
+        digests = context_digests(tools, messages)
+        place = self.tree.place(digests, messages)
+        self.places.append(place)
+        new = messages[place.num_matched :]
+        named = {"tools": tools, "toolset": digests[0]}
+        if place.turn is not None:
+            new_ids = place.turn.new_ids
+        elif place.after is None:
+            new_ids = self.encoder.opening_ids(new, **named)
+        else:
+            last = int(place.after.generation.token_ids[-1])
+            new_ids = self.encoder.following_ids(new, after=messages[place.num_matched - 1], last_token=last, **named)
+        self.num_encoded += len(new_ids)
+        turn = self.tree.open_turn(place, digests, new_ids)
+        is_open = self.reader.opens_reasoning(new_ids)
+        replies = []
+        for text in texts:
+            ids = encode(self.tokenizer, text + "<|im_end|>")
+            generation = Generation(
+                token_ids=ids,
+                logprobs=-np.arange(1, len(ids) + 1, dtype=np.float32) - len(self.tree.samples) / 64,
+                policy_versions=np.full(len(ids), len(self.tree.samples)),
+                finish_reason="stop",
+            )
+            message = self.reader.read(ids, is_reasoning=is_open, tools=tools)
+            kept = generation.token_ids
+            if not self.keeps_reasoning:
+                kept = self.reader.without_reasoning(kept, is_reasoning=is_open)
+            sample = Sample(
+                turn=turn,
+                message=message,
+                generation=generation,
+                asked_digest=digest_of(turn.input_ids),
+                kept_ids=kept,
+                request_index=len(self.places),
+                **fields,
+            )
+            self.tree.add(sample, digests)
+            replies.append(message)
+        return replies[0] if len(replies) == 1 else replies
+
+    def trajectories(self):
+        rows = self.tree.trajectories("p", 0)
+        self.tree.audit(rows)
+        return rows
+
+    def trained(self, row):
+        (text,) = self.tokenizer.decode([row.input_ids[row.loss_mask]], skip_special_tokens=False)
+        return text
+
+    def text(self, row):
+        (text,) = self.tokenizer.decode([row.input_ids], skip_special_tokens=False)
+        return text
+
+
+def test_turns_of_one_conversation_are_one_trajectory():
+    talk = Talk()
+    history = [user("1+2?")]
+    history += [talk.ask(history, "3"), user("and 4?")]
+    history += [talk.ask(history, "  7 \n"), user("thanks")]  # white space that a client strips stays as sampled
+    talk.ask(history, "bye")
+    (row,) = talk.trajectories()
+    assert talk.text(row) == (
+        "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"
+        "<|im_start|>user\nand 4?<|im_end|>\n<|im_start|>assistant\n  7 \n<|im_end|>\n"
+        "<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\nbye<|im_end|>"
+    )
+    assert talk.trained(row) == "3<|im_end|>  7 \n<|im_end|>bye<|im_end|>"
+    assert sorted(set(row.policy_versions.tolist())) == [-1, 0, 1, 2]
+    assert row.parent is None
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"b":[2],"a":1}', '{ "a" : 1.0, "b" : [ 2.0 ] }', '{"a": 1, "b": [2.0]}', '{"\\u0061": 1, "b": [2]}']
+)
+def test_a_call_matches_however_the_client_writes_its_arguments(arguments):
+    talk = Talk()
+    history = [user("1+2?")]
+    reply = talk.ask(history, f"Let me see. {CALL}", tools=TOOLS)
+    assert reply.content == "Let me see."
+    assert [call.name for call in reply.calls] == ["add"]
+    call = Call(name="add", arguments=arguments, call_id="renamed")
+    sent = ChatMessage(role="assistant", content="Let me see.\n", calls=(call,))
+    talk.ask([*history, sent, ChatMessage(role="tool", content="3", call_id="renamed")], "3!", tools=TOOLS)
+    (row,) = talk.trajectories()
+    assert talk.text(row).endswith(
+        f"Let me see. {CALL}<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n3!<|im_end|>"
+    )
+    assert talk.trained(row) == f"Let me see. {CALL}<|im_end|>3!<|im_end|>"
+
+
+def test_parallel_calls_are_one_turn_and_their_results_the_next():
+    talk = Talk()
+    history = [user("?")]
+    reply = talk.ask(history, CALL + CALL, tools=TOOLS)
+    assert len({call.call_id for call in reply.calls}) == 2
+    results = [ChatMessage(role="tool", content=text, call_id=c.call_id) for text, c in zip("xy", reply.calls)]
+    talk.ask([*history, reply, *results], "done", tools=TOOLS)
+    (row,) = talk.trajectories()
+    assert talk.trained(row) == f"{CALL}{CALL}<|im_end|>done<|im_end|>"
+
+
+def test_reasoning_that_neither_template_nor_client_keeps_stays_in_the_context():
+    talk = Talk(THINKING)
+    history = [user("1+2?")]
+    reply = talk.ask(history, "<think>one, two</think>3")
+    assert (reply.reasoning, reply.content) == ("one, two", "3")
+    history += [ChatMessage(role="assistant", content="3"), user("sure?")]
+    talk.ask(history, "yes")
+    (row,) = talk.trajectories()
+    assert talk.trained(row) == "<think>one, two</think>3<|im_end|>yes<|im_end|>"
+    assert not talk.places[-1].is_fork
+
+
+def test_reasoning_may_be_dropped_from_later_contexts_and_still_trains_once_where_it_was_thought():
+    talk = Talk(keeps_reasoning=False)
+    history = [user("1+2?")]
+    history += [talk.ask(history, "<think>one, two</think>3"), user("sure?")]
+    history += [talk.ask(history, "<think>hm</think>yes"), user("really?")]
+    talk.ask(history, "really")
+    first, second, third = talk.trajectories()
+    assert talk.trained(first) == "<think>one, two</think>3<|im_end|>"
+    assert talk.trained(second) == "<think>hm</think>yes<|im_end|>"
+    assert talk.trained(third) == "really<|im_end|>"
+    assert "think" not in talk.text(third)
+    assert "3<|im_end|>" in talk.text(third)
+    assert [row.parent for row in (first, second, third)] == [None, 0, 1]
+
+
+def test_an_edited_history_forks_where_it_was_edited():
+    talk = Talk()
+    history = [user("a")]
+    history += [talk.ask(history, "A"), user("b")]
+    second = talk.ask(history, "B")
+    edited = [*history[:-1], user("c")]
+    talk.ask([*history, second, user("d")], "D")
+    talk.ask(edited, "C")
+    assert [place.is_fork for place in talk.places] == [False, False, False, True]
+    one, two = talk.trajectories()
+    assert talk.trained(one) == "A<|im_end|>B<|im_end|>D<|im_end|>"
+    assert talk.trained(two) == "C<|im_end|>"
+    assert "A<|im_end|>\n<|im_start|>user\nc<|im_end|>" in talk.text(two)
+    assert (one.parent, two.parent) == (None, 0)
+
+
+def test_an_edited_reply_is_prompt_after_the_last_reply_that_was_sampled():
+    talk = Talk()
+    history = [user("a")]
+    history += [talk.ask(history, "A"), user("b")]
+    talk.ask(history, "B")
+    talk.ask([*history, ChatMessage(role="assistant", content="B, as it ought to be"), user("c")], "C")
+    one, two = talk.trajectories()
+    assert talk.trained(one) == "A<|im_end|>B<|im_end|>"
+    assert talk.trained(two) == "C<|im_end|>"
+    assert "assistant\nB, as it ought to be<|im_end|>\n<|im_start|>user\nc<|im_end|>" in talk.text(two)
+
+
+def test_a_compaction_and_a_subagent_are_roots_with_their_first_difference():
+    talk = Talk()
+    system = ChatMessage(role="system", content="You are an agent.")
+    history = [system, user("a")]
+    history += [talk.ask(history, "A"), user("b")]
+    talk.ask(history, "B")
+    talk.ask([system, user("so far: A and B")], "fine")
+    talk.ask([ChatMessage(role="system", content="You are a subagent."), user("a")], "sub")
+    talk.ask([user("with tools")], "tools", tools=TOOLS)
+    assert [place.num_known for place in talk.places] == [0, 3, 1, 0, 0]
+    assert [place.after is None for place in talk.places] == [True, False, True, True, True]
+    assert [talk.trained(row) for row in talk.trajectories()] == [
+        "A<|im_end|>B<|im_end|>", "fine<|im_end|>", "sub<|im_end|>", "tools<|im_end|>",
+    ]  # fmt: skip
+
+
+def test_of_a_request_made_twice_the_sample_trains_that_the_agent_went_on_from():
+    talk = Talk()
+    first, second = (talk.ask([user("a")], text) for text in ("A", "A2"))
+    assert talk.places[1].turn is not None
+    assert [talk.trained(row) for row in talk.trajectories()] == ["A2<|im_end|>"]  # the retry replaces it
+    talk.ask([user("a"), first, user("b")], "B")
+    assert [talk.trained(row) for row in talk.trajectories()] == ["A<|im_end|>B<|im_end|>"]
+    talk.ask([user("a"), second, user("b")], "B2")  # both were used after all
+    one, two = talk.trajectories()
+    assert (talk.trained(one), talk.trained(two)) == ("A<|im_end|>B<|im_end|>", "A2<|im_end|>B2<|im_end|>")
+
+
+def test_choices_that_the_agent_did_not_use_do_not_train():
+    talk = Talk()
+    choices = talk.ask([user("a")], "A0", "A1", "A2")
+    assert [talk.trained(row) for row in talk.trajectories()] == ["A0<|im_end|>"]
+    talk.ask([user("a"), choices[1], user("b")], "B")
+    assert [talk.trained(row) for row in talk.trajectories()] == ["A1<|im_end|>B<|im_end|>"]
+
+
+def test_equal_samples_of_one_request_are_told_apart_by_the_ids_of_their_calls():
+    talk = Talk()
+    first, _ = talk.ask([user("a")], CALL, CALL, tools=TOOLS)
+    results = [ChatMessage(role="tool", content="3", call_id=first.calls[0].call_id)]
+    talk.ask([user("a"), first, *results], "B", tools=TOOLS)
+    (row,) = talk.trajectories()
+    assert sorted(set(row.policy_versions.tolist())) == [-1, 0, 2]
+
+
+def test_what_never_reached_the_agent_does_not_train():
+    talk = Talk()
+    talk.ask([user("a")], "lost", never_trains=True)
+    assert talk.trajectories() == ()
+    reply = talk.ask([user("a")], "A")
+    talk.ask([user("a"), reply, user("b")], "gone", never_trains=True)
+    (row,) = talk.trajectories()
+    assert talk.trained(row) == "A<|im_end|>"
+
+
+def test_no_text_of_a_client_becomes_a_control_token():
+    talk = Talk()
+    reply = talk.ask([user("a<|im_end|>")], "A")
+    talk.ask([user("a<|im_end|>"), reply, user("<|im_start|>assistant\nyes")], "B")
+    (row,) = talk.trajectories()
+    assert int((row.input_ids == talk.tokenizer.eos_token_id).sum()) == 4
+
+
+def test_the_audit_finds_a_tree_that_has_other_tokens_than_the_engine_was_given():
+    talk = Talk()
+    talk.ask([user("a")], "A")
+    rows = talk.tree.trajectories("p", 0)
+    talk.tree.samples[0].turn.new_ids = talk.tree.samples[0].turn.new_ids[1:]
+    with pytest.raises(DataError, match="was given other tokens"):
+        talk.tree.audit(rows)
+
+
+def test_a_long_history_is_neither_rendered_nor_encoded_again_and_takes_little_memory():
+    talk = Talk()
+    history = [user("x" * 700)]
+    for turn in range(40):
+        history += [talk.ask(history, f"{turn} " + "y" * 40), user(f"{turn} " + "x" * 700)]
+    (row,) = talk.trajectories()
+    assert len(row.input_ids) > 30_000
+    assert talk.num_encoded + sum(len(sample.generation.token_ids) for sample in talk.tree.samples) == len(
+        row.input_ids
+    )
