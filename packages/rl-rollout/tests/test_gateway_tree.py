@@ -131,7 +131,9 @@ def test_parallel_calls_are_one_turn_and_their_results_the_next():
     history = [user("?")]
     reply = talk.ask(history, CALL + CALL, tools=TOOLS)
     assert len({call.call_id for call in reply.calls}) == 2
-    results = [ChatMessage(role="tool", content=text, call_id=c.call_id) for text, c in zip("xy", reply.calls)]
+    results = [
+        ChatMessage(role="tool", content=text, call_id=c.call_id) for text, c in zip("xy", reply.calls, strict=True)
+    ]
     talk.ask([*history, reply, *results], "done", tools=TOOLS)
     (row,) = talk.trajectories()
     assert talk.trained(row) == f"{CALL}{CALL}<|im_end|>done<|im_end|>"
@@ -239,7 +241,7 @@ def test_equal_samples_of_one_request_are_told_apart_by_the_ids_of_their_calls()
 
 def test_what_never_reached_the_agent_does_not_train():
     talk = Talk()
-    talk.ask([user("a")], "lost", never_trains=True)
+    talk.ask([user("a")], "lost", is_delivered=False)
     assert talk.trajectories() == ()
     reply = talk.ask([user("a")], "A")
     talk.ask([user("a"), reply, user("b")], "gone", never_trains=True)
@@ -267,8 +269,8 @@ def test_the_audit_finds_a_tree_that_has_other_tokens_than_the_engine_was_given(
 def test_a_long_history_is_neither_rendered_nor_encoded_again_and_takes_little_memory():
     talk = Talk()
     history = [user("x" * 700)]
-    for turn in range(40):
-        history += [talk.ask(history, f"{turn} " + "y" * 40), user(f"{turn} " + "x" * 700)]
+    for index in range(40):
+        history += [talk.ask(history, f"{index} " + "y" * 40), user(f"{index} " + "x" * 700)]
     (row,) = talk.trajectories()
     assert len(row.input_ids) > 30_000
     assert talk.num_encoded + sum(len(sample.generation.token_ids) for sample in talk.tree.samples) == len(

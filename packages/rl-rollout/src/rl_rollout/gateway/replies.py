@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_core.data import IntArray, Json
@@ -62,6 +62,11 @@ class ReplyReader:
         end = len(shown) if parsed.calls_at is None or not parsed.calls else max(parsed.calls_at, start)
         return _message(shown[start:end], reasoning, parsed)
 
+    def stream(self, *, is_reasoning: bool, tools: Sequence[Mapping[str, Json]]) -> "ReplyStream":
+        """What becomes the message of a turn that is being sampled."""
+        openings = () if self.parser is None else getattr(self.parser, "openings", None)
+        return ReplyStream(is_reasoning=is_reasoning, openings=openings if tools or openings is None else ())
+
     def without_reasoning(self, token_ids: IntArray, *, is_reasoning: bool) -> IntArray:
         """[K] int32 the tokens of a turn from its answer on; the same array where nothing was thought."""
         (text,) = self.tokenizer.decode([token_ids], skip_special_tokens=False)
@@ -101,13 +106,58 @@ def split_reasoning(text: str, *, is_open: bool) -> tuple[str, int]:
     """
     indent = len(text) - len(text.lstrip())
     begins = text.startswith(THINKING, indent)
-    first, last = text.find(THINKING), text.find(THOUGHT)
-    if not begins and not is_open and (last < 0 or 0 <= first < last):
+    if not begins and not is_open:
         return "", 0
-    start = indent + len(THINKING) if begins else 0
-    if last < 0:
-        return text[start:].strip(), len(text)
-    return text[start:last].strip(), last + len(THOUGHT)
+    start, end = indent + len(THINKING) if begins else 0, text.find(THOUGHT)
+    return (text[start:].strip(), len(text)) if end < 0 else (text[start:end].strip(), end + len(THOUGHT))
+
+
+class ReplyStream:
+    """What a client may see of a turn while it is sampled: always a beginning of the message that it will be."""
+
+    def __init__(self, *, is_reasoning: bool, openings: Sequence[str] | None) -> None:
+        """Begin with nothing.
+
+        Args:
+            is_reasoning: The prompt has opened the reasoning.
+            openings: What calls begin with; None where a turn cannot be told apart before its end.
+        """
+        self._is_reasoning = is_reasoning
+        self._openings = openings
+        self._text = ""
+        self._said = {"reasoning": "", "content": ""}
+
+    def feed(self, text: str) -> Iterator[tuple[str, str]]:
+        """More of the turn's text; gives "reasoning" or "content", and what is new of it."""
+        self._text += text
+        if self._openings is None:
+            return
+        seen = self._text[: len(self._text) - _held_back(self._text, (THINKING, THOUGHT, *self._openings))]
+        reasoning, start = split_reasoning(seen, is_open=self._is_reasoning)
+        if not reasoning and THINKING.startswith(self._text.strip()[: len(THINKING)]):
+            return
+        content = seen[start:]
+        ends = [end for opening in self._openings if (end := content.find(opening)) >= 0]
+        yield from self._new("reasoning", reasoning)
+        yield from self._new("content", content[: min(ends, default=len(content))].strip())
+
+    def rest(self, message: ChatMessage) -> Iterator[tuple[str, str]]:
+        """What is left of the whole message."""
+        yield from self._new("reasoning", message.reasoning)
+        yield from self._new("content", message.content)
+
+    def _new(self, kind: str, whole: str) -> Iterator[tuple[str, str]]:
+        said = self._said[kind]
+        if len(whole) > len(said) and whole.startswith(said):
+            self._said[kind] = whole
+            yield kind, whole[len(said) :]
+
+
+def _held_back(text: str, marks: Sequence[str]) -> int:
+    """Characters at the end of a text that may become a mark."""
+    longest = max(map(len, marks))
+    ends = (size for size in range(min(longest - 1, len(text)), 0, -1))
+    return next((size for size in ends if any(mark.startswith(text[-size:]) for mark in marks)), 0)
 
 
 def _message(content: str, reasoning: str, parsed: ParsedTurn) -> ChatMessage:

@@ -53,7 +53,8 @@ class Sample:
         kept_ids: [K] int32 what later turns have of it: all, or its tokens without the reasoning.
         request_index: Which request of the session it answers; choices of one request share it.
         generate_s: Seconds that the engine took.
-        never_trains: It was asked for outside of the task, or never reached the client.
+        never_trains: It was asked for outside of the task.
+        is_delivered: It reached the client.
         turns: What followed, by the digest of the conversation.
     """
 
@@ -65,6 +66,7 @@ class Sample:
     request_index: int
     generate_s: float = 0.0
     never_trains: bool = False
+    is_delivered: bool = True
     turns: dict[bytes, Turn] = field(default_factory=dict)
 
 
@@ -76,13 +78,15 @@ class Place(NamedTuple):
         num_matched: Messages up to it, it included.
         turn: The same request, where it was made before.
         num_known: Messages that some request of the session began with.
-        is_fork: Another conversation goes on from `after`, or from its place.
+        knows_tools: Some request of the session had these tools.
+        is_fork: Another conversation goes on from `after`.
     """
 
     after: Sample | None
     num_matched: int
     turn: Turn | None
     num_known: int
+    knows_tools: bool
     is_fork: bool
 
 
@@ -113,7 +117,7 @@ class SessionTree:
             digests: Of the tools, then of each beginning of the conversation; see `context_digests`.
             messages: The conversation.
         """
-        num_known = next((i for i, digest in enumerate(digests) if digest not in self._known), len(digests)) - 1
+        num_known = next((i for i, digest in enumerate(digests) if digest not in self._known), len(digests))
         for num_matched in range(len(messages), 0, -1):
             if candidates := self._samples.get(digests[num_matched]):
                 after = _likeliest(candidates, messages[num_matched - 1])
@@ -122,7 +126,14 @@ class SessionTree:
             after, num_matched = None, 0
         beside = self._roots if after is None else after.turns
         turn = beside.get(digests[-1])
-        return Place(after, num_matched, turn, max(num_known, 0), is_fork=bool(after and beside and turn is None))
+        return Place(
+            after=after,
+            num_matched=num_matched,
+            turn=turn,
+            num_known=max(num_known - 1, 0),
+            knows_tools=num_known > 0,
+            is_fork=after is not None and bool(beside) and turn is None,
+        )
 
     def open_turn(self, place: Place, digests: Sequence[bytes], new_ids: IntArray) -> Turn:
         """Add a request where it stands; the same one again is the turn that there is."""
@@ -148,8 +159,10 @@ class SessionTree:
         for turn in {sample.turn: None for sample in self._in_order}:
             usable = [sample for sample in turn.samples if not sample.never_trains]
             continued = [sample for sample in usable if sample.turns]
-            last = [one for one in usable[::-1] if one.request_index == usable[-1].request_index]
-            chosen.update(continued or last[-1:])
+            delivered = [sample for sample in usable if sample.is_delivered]
+            chosen.update(
+                continued or [one for one in delivered if one.request_index == delivered[-1].request_index][:1]
+            )
         return chosen
 
     def trajectories(self, prompt_uid: str, session_index: int) -> tuple[Trajectory, ...]:
@@ -216,7 +229,7 @@ def _likeliest(candidates: Sequence[Sample], sent: ChatMessage) -> Sample:
         key=lambda one: (
             bool(ids) and [call.call_id for call in one[1].message.calls] == ids,
             bool(sent.reasoning) and one[1].message.reasoning.strip() == sent.reasoning.strip(),
-            not one[1].never_trains,
+            one[1].is_delivered and not one[1].never_trains,
             one[0],
         ),
     )[1]

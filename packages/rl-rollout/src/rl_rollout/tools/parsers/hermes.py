@@ -26,6 +26,7 @@ class HermesParser:
     """JSON between `<tool_call>` and `</tool_call>`, as often as it comes."""
 
     stop_tokens = ()
+    openings = (OPENING,)
 
     def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:  # noqa: ARG002
         """See `ToolParser.parse`."""

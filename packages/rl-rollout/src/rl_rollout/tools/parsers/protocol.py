@@ -33,7 +33,9 @@ class ParsedTurn:
 class ToolParser(Protocol):
     """Reads one format.
 
-    Whatever the text and the schemas are, nothing is raised: a call that cannot be read is a ToolCall with a fault.
+    Whatever the text and the schemas are, nothing is raised: a call that cannot be read is a ToolCall with a fault. A
+    parser may also have `openings: tuple[str, ...]`, all that a call can begin with: text before is then shown while a
+    turn is sampled.
     """
 
     @property

@@ -25,6 +25,7 @@ class Qwen3CoderParser:
     """
 
     stop_tokens = ()
+    openings = (OPENING, FUNCTION)
 
     def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:
         """See `ToolParser.parse`."""

@@ -1,0 +1,129 @@
+"""What the owner of sessions does over HTTP: open, reward, finish."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rl_core.data import Json, Trajectory
+from rl_core.errors import SettingsError
+from rl_rollout.gateway.refusals import RefusedError, refuse_field
+from rl_rollout.gateway.requests import in_words_of, read_json, secret_of
+from rl_rollout.gateway.sessions import Session, SessionLimits, same_secret
+from rl_rollout.loops.protocol import SessionResult
+
+if TYPE_CHECKING:
+    from rl_rollout.gateway.server import Gateway
+
+BODY_TIMEOUT_S = 30.0
+
+
+class OwnerRoutes:
+    """Routes below /sessions; each asks for the owner's key."""
+
+    def __init__(
+        self,
+        gateway: "Gateway",
+        on_finished: Callable[[Session, SessionResult], None] | None,
+        *,
+        max_bytes: int,
+    ) -> None:
+        """Serve a gateway's sessions; `on_finished` gets each that is finished."""
+        self._gateway = gateway
+        self._on_finished = on_finished
+        self._max_bytes = max_bytes
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route("/sessions", in_words_of("openai", self._open), methods=["POST"]),
+            Route("/sessions/{id}", in_words_of("openai", self._show), methods=["GET"]),
+            Route("/sessions/{id}/reward", in_words_of("openai", self._reward), methods=["POST"]),
+            Route("/sessions/{id}/finish", in_words_of("openai", self._finish), methods=["POST"]),
+        ]
+
+    async def _open(self, request: Request) -> Response:
+        body = await self._body(request)
+        group, index = body.get("group"), body.get("session_index", 0)
+        if not isinstance(group, str) or not group:
+            refuse_field("group", group, "a text: the prompt that this is a session of")
+        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+            refuse_field("session_index", index, "an integer of at least 0")
+        metadata = body.get("metadata") or {}
+        if not isinstance(metadata, dict):
+            refuse_field("metadata", metadata, "an object")
+        session = self._gateway.open(group, index, limits=_limits(body.get("limits")), metadata=metadata)
+        opened = {"id": session.session_id, "key": session.key, "base_url": self._gateway.url}
+        return JSONResponse(opened, status_code=201)
+
+    async def _show(self, request: Request) -> Response:
+        return JSONResponse(_shown(self._session(request)))
+
+    async def _reward(self, request: Request) -> Response:
+        session = self._session(request)
+        body = await self._body(request)
+        session.set_reward(body.get("reward"), body.get("components"))  # type: ignore[arg-type]  # checked there
+        return JSONResponse(_shown(session))
+
+    async def _finish(self, request: Request) -> Response:
+        session = self._session(request)
+        body = await self._body(request)
+        if body.get("reward") is not None:
+            session.set_reward(body["reward"], body.get("components"))
+        if body.get("failure"):
+            session.failure = str(body["failure"])
+        result = await self._gateway.finish(session)
+        if self._on_finished is not None:
+            self._on_finished(session, result)
+        rows = [] if result.failure else [_row(row) for row in result.trajectories]
+        return JSONResponse({**_shown(session), "failure": result.failure, "trajectories": rows})
+
+    def _session(self, request: Request) -> Session:
+        self._admit(request)
+        return self._gateway.sessions.by_id(request.path_params["id"])
+
+    async def _body(self, request: Request) -> dict[str, Json]:
+        self._admit(request)
+        return await read_json(request, max_bytes=self._max_bytes, timeout_s=BODY_TIMEOUT_S)
+
+    def _admit(self, request: Request) -> None:
+        if not same_secret(self._gateway.owner_key, secret_of(request)):
+            raise RefusedError("this needs the owner's key.", kind="authentication_error", code="invalid_api_key")
+
+
+def _limits(given: Json) -> SessionLimits:
+    if given is None:
+        return SessionLimits()
+    if not isinstance(given, dict):
+        refuse_field("limits", given, "an object")
+    try:
+        return SessionLimits(**given)
+    except (SettingsError, TypeError) as error:
+        raise RefusedError(f"limits: {error}", param="limits") from error
+
+
+def _shown(session: Session) -> dict[str, Json]:
+    return {
+        "id": session.session_id,
+        "group": session.prompt_uid,
+        "session_index": session.session_index,
+        "metadata": dict(session.metadata),
+        "counts": dict(session.counts),
+        "reward": session.reward,
+        "is_finished": session.is_finished,
+    }
+
+
+def _row(row: Trajectory) -> dict[str, Json]:
+    return {
+        "output_index": row.output_index,
+        "parent": row.parent,
+        "input_ids": row.input_ids.tolist(),
+        "loss_mask": row.loss_mask.tolist(),
+        "rollout_logprobs": row.rollout_logprobs.tolist(),
+        "policy_versions": row.policy_versions.tolist(),
+        "finish_reason": row.finish_reason,
+        "reward": row.reward,
+    }

@@ -1,0 +1,104 @@
+"""Who decides how tokens are drawn: the run, or the client."""
+
+from collections.abc import Mapping
+from dataclasses import field, replace
+from typing import Any, Literal
+
+from rl_core.data import Json
+from rl_core.record_fields import record
+from rl_rollout.engines.protocol import SamplingParams
+from rl_rollout.gateway.refusals import refuse_field
+
+DecidedBy = Literal["run", "client"]
+
+DRAWING = ("temperature", "top_p", "top_k", "seed")
+"""Fields of a request that change the distribution, or the draw from it."""
+
+
+@record
+class Wishes:
+    """How a client asks for tokens to be drawn.
+
+    Attributes:
+        max_tokens: Most tokens of a response.
+        drawing: Of `DRAWING`, the fields that it gave.
+        stop: Strings that end a response.
+        without_effect: Names of fields that it gave and that change nothing here.
+    """
+
+    max_tokens: int | None = None
+    drawing: Mapping[str, Json] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    without_effect: tuple[str, ...] = ()
+
+
+def decide(
+    wishes: Wishes, own: SamplingParams, *, decided_by: DecidedBy, room: int
+) -> tuple[SamplingParams, dict[str, str]]:
+    """How a turn is drawn, and what of the client's wishes is overridden, by field: "0.2->1.0", or "ignored".
+
+    Training needs the run's distribution, so there the client decides on lengths and stop strings alone.
+
+    Args:
+        wishes: The client's.
+        own: The run's, or the defaults.
+        decided_by: Who.
+        room: Tokens that the model can still write.
+    """
+    chosen: dict[str, Any] = {}
+    overridden = dict.fromkeys(wishes.without_effect, "ignored")
+    for name, wish in wishes.drawing.items():
+        if decided_by == "client":
+            chosen[name] = wish
+        elif getattr(own, name) != wish:
+            overridden[name] = f"{wish}->{getattr(own, name)}"
+    longest = min(own.max_tokens, room)
+    if wishes.max_tokens is not None and wishes.max_tokens > longest:
+        overridden["max_tokens"] = f"{wishes.max_tokens}->{longest}"
+    max_tokens = longest if wishes.max_tokens is None else min(wishes.max_tokens, longest)
+    stops = {"stop": wishes.stop} if wishes.stop else {}
+    return replace(own, max_tokens=max_tokens, **stops, **chosen), overridden
+
+
+def read_wishes(body: Mapping[str, Json], *, max_tokens: str, stop: str, without_effect: tuple[str, ...]) -> Wishes:
+    """The wishes in a request.
+
+    Args:
+        body: The request.
+        max_tokens: Its field for the most tokens.
+        stop: Its field for stop strings.
+        without_effect: Its fields that change nothing here.
+
+    Raises:
+        RefusedError: A field cannot be what it is.
+    """
+    limit = body.get(max_tokens)
+    if limit is not None and (not _is_int(limit) or limit < 1):
+        refuse_field(max_tokens, limit, "an integer of at least 1")
+    ranges: dict[str, tuple[float, float]] = {"temperature": (0, 2), "top_p": (0, 1)}
+    for name, (low, high) in ranges.items():
+        value = body.get(name)
+        if value is not None and not (_is_number(value) and low <= value <= high):
+            refuse_field(name, value, f"a number from {low} to {high}")
+    for name, least in (("top_k", 1), ("seed", 0)):
+        value = body.get(name)
+        if value is not None and not (_is_int(value) and least <= value < 2**52):
+            refuse_field(name, value, f"an integer of at least {least}")
+    stops = body.get(stop) or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or len(stops) > 16 or not all(isinstance(one, str) and one for one in stops):
+        refuse_field(stop, stops, "a text, or a list of at most 16 texts")
+    return Wishes(
+        max_tokens=limit,
+        drawing={name: body[name] for name in DRAWING if body.get(name) is not None},
+        stop=tuple(stops),
+        without_effect=tuple(name for name in without_effect if body.get(name) is not None),
+    )
+
+
+def _is_int(value: Json) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Json) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

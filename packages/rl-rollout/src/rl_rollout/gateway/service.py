@@ -1,0 +1,414 @@
+"""Answers requests of sessions with an engine: places them, encodes what is new, and keeps what was sampled."""
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import structlog
+
+from rl_core.data import IntArray, Json
+from rl_core.errors import DataError, RLError, SettingsError
+from rl_core.record_fields import record, settings_record
+from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
+from rl_rollout.gateway.encoding import ConversationEncoder
+from rl_rollout.gateway.messages import ChatMessage, context_digests
+from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway.replies import ReplyReader, ReplyStream
+from rl_rollout.gateway.sampling import DecidedBy, Wishes, decide
+from rl_rollout.gateway.sessions import Session
+from rl_rollout.gateway.tree import Place, Sample, Turn, digest_of
+from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.tools.parsers import resolve_parser
+
+log = structlog.get_logger(__name__)
+
+MAX_CHOICES = 16
+KEPT_OVERHEADS = 4096
+
+
+@settings_record
+class ServiceOptions:
+    """How requests are answered.
+
+    Attributes:
+        decided_by: Who decides on temperature, top-p, top-k and seed: "run", as training needs, or "client".
+        tool_parser: Reads the model's calls: a name, or `path.py:Class`; None leaves them in the text.
+        reasoning: "keep" leaves what was thought in later contexts, so that a conversation stays one trajectory;
+            "drop" takes it out, and each turn that had some is a trajectory of its own.
+        stop_tokens: Tokens that end a turn, beside the tokenizer's own end token.
+    """
+
+    decided_by: DecidedBy = "run"
+    tool_parser: str | None = "hermes"
+    reasoning: Literal["keep", "drop"] = "keep"
+    stop_tokens: tuple[str, ...] = ()
+
+
+@record
+class Ask:
+    """A request of an agent, whichever API it came in by.
+
+    Attributes:
+        messages: The conversation.
+        tools: That the model may call, as chat templates take them.
+        may_call: Calls are read; else they are text.
+        wishes: How it is to be drawn.
+        num_choices: Answers to give.
+        trains: False for what the agent asks outside of its task.
+        idempotency_key: Equal in requests that are one.
+        retry_count: How often the client has made the request before.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Mapping[str, Json], ...] = ()
+    may_call: bool = True
+    wishes: Wishes = Wishes()
+    num_choices: int = 1
+    trains: bool = True
+    idempotency_key: str | None = None
+    retry_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a request is answered with.
+
+    Attributes:
+        samples: One a choice.
+        num_prompt_tokens: That the engine was given.
+        overridden: What of the request is not honoured, by field.
+        name: Of the request, unlike all others.
+    """
+
+    name: str
+    samples: Sequence[Sample]
+    num_prompt_tokens: int
+    overridden: Mapping[str, str]
+
+    def deliver(self) -> None:
+        """Say that the client got it."""
+        for sample in self.samples:
+            sample.is_delivered = True
+
+
+class Live:
+    """An answer under way.
+
+    Attributes:
+        answer: What it will be.
+        news: Set when there is more to take.
+        name: Of the request.
+        num_prompt_tokens: That the engine was given.
+        overridden: See `Answer`.
+    """
+
+    answer: "asyncio.Future[Answer]"
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self.news = asyncio.Event()
+        self.name, self.num_prompt_tokens = "", 0
+        self.overridden: Mapping[str, str] = {}
+        self._streams: list[ReplyStream] = []
+        self._pieces: list[tuple[int, str, str]] = []
+
+    def begin(self, name: str, num_prompt_tokens: int, overridden: Mapping[str, str]) -> None:
+        """The request is placed, and nothing refuses it."""
+        self.name, self.num_prompt_tokens, self.overridden = name, num_prompt_tokens, overridden
+        self.news.set()
+
+    def take(self) -> list[tuple[int, str, str]]:
+        """What is new: choice, "reasoning" or "content", and text."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def take_rest(self, answer: Answer) -> list[tuple[int, str, str]]:
+        """All that has not been taken of the messages."""
+        for index, sample in enumerate(answer.samples):
+            stream = self._streams[index] if self._streams else ReplyStream(is_reasoning=False, openings=None)
+            self._pieces += ((index, *piece) for piece in stream.rest(sample.message))
+        return self.take()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    """A request that is placed and encoded."""
+
+    session: Session
+    ask: Ask
+    number: int
+    digests: Sequence[bytes]
+    turn: Turn
+    input_ids: IntArray
+    is_reasoning: bool
+    started_at: float = field(default_factory=time.perf_counter)
+
+
+class PolicyService:
+    """The policy, as agents talk to it.
+
+    Attributes:
+        counts: Of all sessions.
+        overheads_ms: Milliseconds of the last turns beside the engine's.
+    """
+
+    def __init__(self, engine: RolloutEngine, tokenizer: PromptTokenizer, options: ServiceOptions) -> None:
+        """Try the chat template.
+
+        Args:
+            engine: Generates; started.
+            tokenizer: The policy's, with a chat template.
+            options: How.
+
+        Raises:
+            SettingsError: The template cannot join turns, or an option names what is not there.
+        """
+        parser = None if options.tool_parser is None else resolve_parser(options.tool_parser)
+        stops = [tokenizer.token_id(token) for token in (parser.stop_tokens if parser else ())]
+        for token in options.stop_tokens:
+            stops.append(tokenizer.token_id(token))
+            if stops[-1] is None:
+                raise SettingsError(f"stop_tokens: the tokenizer has no token {token!r}.")
+        self.engine, self.options = engine, options
+        self.counts: Counter[str] = Counter()
+        self.overheads_ms: deque[float] = deque(maxlen=KEPT_OVERHEADS)
+        self._stop_token_ids = tuple(token for token in stops if token is not None)
+        self._encoder = ConversationEncoder(tokenizer, end_token_ids=self._stop_token_ids)
+        ends = {*self._stop_token_ids, *(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))}
+        self._reader = ReplyReader(tokenizer=tokenizer, parser=parser, end_token_ids=frozenset(ends))
+        self._logged: set[str] = set()
+
+    async def begin(self, session: Session, ask: Ask) -> Live:
+        """Begin to answer a request, for a client that reads along; it is cancelled by its `answer`.
+
+        Raises:
+            RefusedError: It cannot be served; the message says why.
+        """
+        live = Live()
+        live.answer = asyncio.ensure_future(self.answer(session, ask, live))
+        begun = asyncio.ensure_future(live.news.wait())
+        try:
+            await asyncio.wait({live.answer, begun}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            live.answer.cancel()
+            raise
+        finally:
+            begun.cancel()
+        if live.answer.done():
+            answer = live.answer.result()
+            live.begin(answer.name, answer.num_prompt_tokens, answer.overridden)
+        return live
+
+    async def answer(self, session: Session, ask: Ask, live: Live | None = None) -> Answer:
+        """Sample a turn; a request that is cancelled is aborted in the engine, and what it had trains nothing.
+
+        Raises:
+            RefusedError: It cannot be served; the message says why.
+        """
+        if ask.idempotency_key is None:
+            return await self._answer(session, ask, live)
+        key = f"{ask.idempotency_key}/{context_digests(ask.tools, ask.messages)[-1].hex()}"
+        while (earlier := session.answers.get(key)) is not None:
+            self._count(session, "replayed")
+            try:
+                return await asyncio.shield(earlier)
+            except asyncio.CancelledError:
+                if not earlier.cancelled():
+                    raise
+                session.answers.pop(key, None)  # the first of the requests has been cancelled, not this one
+        task = asyncio.ensure_future(self._answer(session, ask, live))
+        session.keep_answer(key, task)
+        try:
+            return await asyncio.shield(task)
+        except BaseException:
+            session.answers.pop(key, None)
+            task.cancel()
+            raise
+
+    def num_input_tokens(self, ask: Ask) -> int:
+        """Tokens of a conversation as its opening; nothing is sampled or kept.
+
+        Raises:
+            RefusedError: The chat template refuses it.
+        """
+        toolset = context_digests(ask.tools, ())[0]
+        return len(_templated(lambda: self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset)))
+
+    async def _answer(self, session: Session, ask: Ask, live: Live | None) -> Answer:
+        with session.admit() as (number, name):
+            self.counts["turns"] += 1
+            request = self._placed(session, ask, number)
+            room = self.engine.traits.max_model_len - len(request.input_ids)
+            if room < 1:
+                raise RefusedError(
+                    f"the conversation has {len(request.input_ids)} tokens; this model's maximum context length is "
+                    f"{self.engine.traits.max_model_len} tokens. Shorten the messages.",
+                    param="messages",
+                    code="context_length_exceeded",
+                )
+            sampling, overridden = decide(
+                ask.wishes, session.sampling(number), decided_by=self.options.decided_by, room=room
+            )
+            self._report(overridden)
+            stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._stop_token_ids)))
+            engine_request = GenerateRequest(
+                input_ids=request.input_ids,
+                sampling=replace(sampling, stop_token_ids=stops),
+                num_samples=ask.num_choices,
+                request_id=name,
+            )
+            if live is not None:
+                live.begin(name.replace("/", "-"), len(request.input_ids), overridden)
+            generations, engine_s = await self._generate(request, engine_request)
+            samples = [self._keep(request, generation, engine_s) for generation in generations]
+            self.overheads_ms.append((time.perf_counter() - request.started_at - engine_s) * 1000)
+            return Answer(
+                name=name.replace("/", "-"),
+                samples=samples,
+                num_prompt_tokens=len(request.input_ids),
+                overridden=overridden,
+            )
+
+    def _placed(self, session: Session, ask: Ask, number: int) -> _Request:
+        started_at = time.perf_counter()
+        tree, messages = session.tree, ask.messages
+        digests = context_digests(ask.tools, messages)
+        place = tree.place(digests, messages)
+        if place.turn is not None:
+            new_ids = place.turn.new_ids
+        else:
+            new_ids = _templated(lambda: self._new_ids(place, ask, digests[0]))
+        self._count_place(session, place, ask)
+        turn = tree.open_turn(place, digests, new_ids)
+        return _Request(
+            session=session,
+            ask=ask,
+            number=number,
+            digests=digests,
+            turn=turn,
+            input_ids=turn.input_ids,
+            is_reasoning=self._reader.opens_reasoning(new_ids),
+            started_at=started_at,
+        )
+
+    def _new_ids(self, place: Place, ask: Ask, toolset: bytes) -> IntArray:
+        if place.after is None:
+            return self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset)
+        return self._encoder.following_ids(
+            ask.messages[place.num_matched :],
+            after=ask.messages[place.num_matched - 1],
+            last_token=int(place.after.generation.token_ids[-1]),
+            tools=ask.tools,
+            toolset=toolset,
+        )
+
+    async def _generate(self, request: _Request, asked: GenerateRequest) -> tuple[list[Generation], float]:
+        session, digest = request.session, request.digests[-1]
+        started_at = time.perf_counter()
+        task = asyncio.ensure_future(self.engine.generate(asked))
+        try:
+            generations = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await self._abandon(session, task, str(asked.request_id))
+            raise
+        except RLError as error:
+            session.faults[digest] = str(error)
+            self._count(session, "engine_errors")
+            raise RefusedError(f"the engine cannot serve the request: {error}", kind="api_error") from error
+        for generation in generations:
+            if generation.finish_reason == "abort" or not len(generation.token_ids):
+                session.faults[digest] = f"the engine gave {len(generation.token_ids)} tokens and aborted"
+                self._count(session, "abandoned_tokens", sum(len(one.token_ids) for one in generations))
+                raise RefusedError(session.faults[digest] + ".", kind="api_error")
+        session.faults.pop(digest, None)
+        return generations, time.perf_counter() - started_at
+
+    async def _abandon(self, session: Session, task: "asyncio.Future[list[Generation]]", request_id: str) -> None:
+        """End a request whose client has gone."""
+        self._count(session, "disconnected")
+        try:
+            await asyncio.shield(self.engine.abort([request_id]))
+            generations = await task
+        except RLError:
+            return
+        self._count(session, "abandoned_tokens", sum(len(one.token_ids) for one in generations))
+
+    def _keep(self, request: _Request, generation: Generation, engine_s: float) -> Sample:
+        ask, session = request.ask, request.session
+        tools = ask.tools if ask.may_call else ()
+        message = self._reader.read(generation.token_ids, is_reasoning=request.is_reasoning, tools=tools)
+        kept = generation.token_ids
+        if self.options.reasoning == "drop":
+            kept = self._reader.without_reasoning(kept, is_reasoning=request.is_reasoning)
+        sample = Sample(
+            turn=request.turn,
+            message=message,
+            generation=generation,
+            asked_digest=digest_of(request.input_ids),
+            kept_ids=kept,
+            request_index=request.number,
+            generate_s=engine_s / ask.num_choices,
+            never_trains=not ask.trains or ask.wishes.max_tokens == 1,
+            is_delivered=False,
+        )
+        session.tree.add(sample, request.digests)
+        self._count(session, "sampled_tokens", len(generation.token_ids))
+        if sample.never_trains:
+            self._count(session, "probes")
+        return sample
+
+    def _count_place(self, session: Session, place: Place, ask: Ask) -> None:
+        if ask.retry_count:
+            self._count(session, "retries")
+        if place.turn is not None:
+            self._count(session, "repeated")
+        elif place.is_fork:
+            self._count(session, "forks")
+        elif place.after is None:
+            reason = _first_difference(session, place, ask)
+            self._count(session, f"roots_{reason}")
+            if reason != "first":
+                log.info("gateway_new_root", session=session.session_id, differs=reason, message_index=place.num_known)
+
+    def _report(self, overridden: Mapping[str, str]) -> None:
+        """Say once of each field that it is overridden."""
+        for name, change in overridden.items():
+            self.counts[f"overridden_{name}"] += 1
+            if name not in self._logged:
+                self._logged.add(name)
+                log.warning("gateway_request_field_overridden", field=name, change=change)
+
+    def _count(self, session: Session, name: str, number: int = 1) -> None:
+        session.counts[name] += number
+        self.counts[name] += number
+
+    def overhead_ms(self, quantile: float) -> float:
+        """Milliseconds of a turn beside the engine's, of the last turns; NaN before the first."""
+        return float(np.quantile(self.overheads_ms, quantile)) if self.overheads_ms else float("nan")
+
+
+def _first_difference(session: Session, place: Place, ask: Ask) -> str:
+    """Why a conversation is a new root: the role of the first message that no request before had there."""
+    if session.tree.is_empty:
+        return "first"
+    if not place.knows_tools:
+        return "tools"
+    if place.num_known < len(ask.messages):
+        return ask.messages[place.num_known].role
+    return "shorter"  # a beginning of what was asked before
+
+
+def _templated(encode: Callable[[], IntArray]) -> IntArray:
+    """What the chat template gives.
+
+    Raises:
+        RefusedError: It refuses the messages or the tools.
+    """
+    try:
+        return encode()
+    except (DataError, SettingsError) as error:
+        raise RefusedError(str(error), param="messages") from error

@@ -1,0 +1,50 @@
+"""A gateway on a free port, whose engine says texts, for tests with real clients."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from chat_model import CHATML, Speaker, make_tokenizer
+
+from rl_rollout.engines.protocol import SamplingParams
+from rl_rollout.gateway.server import Gateway, GatewayOptions
+from rl_rollout.gateway.service import ServiceOptions
+
+
+@asynccontextmanager
+async def gateway_site(
+    say: Callable[[str], str],
+    *,
+    template: str = CHATML,
+    sampling: SamplingParams | None = None,
+    service: ServiceOptions | None = None,
+    engine: Any = None,
+    **options: Any,
+) -> AsyncIterator[Gateway]:
+    tokenizer = make_tokenizer(template)
+    if engine is None:
+        engine = Speaker(tokenizer, lambda heard: say(heard) + "<|im_end|>", max_model_len=100_000).engine
+    await engine.start()
+    made = Gateway(
+        engine,
+        tokenizer,
+        GatewayOptions(service=service or ServiceOptions(), **options),
+        sampling=sampling or SamplingParams(max_tokens=2000),
+    )
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+        await engine.close()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    """A test's coroutine, within a minute."""
+
+    async def within() -> None:
+        async with asyncio.timeout(60):
+            await test()
+
+    asyncio.run(within())
