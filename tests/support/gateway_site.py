@@ -20,6 +20,7 @@ async def gateway_site(
     sampling: SamplingParams | None = None,
     service: ServiceOptions | None = None,
     engine: Any = None,
+    on_finished: Any = None,
     **options: Any,
 ) -> AsyncIterator[Gateway]:
     tokenizer = make_tokenizer(template)
@@ -31,6 +32,7 @@ async def gateway_site(
         tokenizer,
         GatewayOptions(service=service or ServiceOptions(), **options),
         sampling=sampling or SamplingParams(max_tokens=2000),
+        on_finished=on_finished,
     )
     await made.start()
     try:

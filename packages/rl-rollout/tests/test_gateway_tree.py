@@ -25,10 +25,7 @@ class Talk:
     def __init__(self, template=CHATML, *, keeps_reasoning=True):
         self.tokenizer = make_tokenizer(template)
         self.encoder = ConversationEncoder(self.tokenizer)
-        end = self.tokenizer.eos_token_id
-        self.reader = ReplyReader(
-            tokenizer=self.tokenizer, parser=resolve_parser("hermes"), end_token_ids=frozenset({end})
-        )
+        self.reader = ReplyReader.of(self.tokenizer, resolve_parser("hermes"), ())
         self.tree = SessionTree()
         self.keeps_reasoning = keeps_reasoning
         self.places = []
@@ -49,7 +46,6 @@ class Talk:
             new_ids = self.encoder.following_ids(new, after=messages[place.num_matched - 1], last_token=last, **named)
         self.num_encoded += len(new_ids)
         turn = self.tree.open_turn(place, digests, new_ids)
-        is_open = self.reader.opens_reasoning(new_ids)
         replies = []
         for text in texts:
             ids = encode(self.tokenizer, text + "<|im_end|>")
@@ -59,10 +55,10 @@ class Talk:
                 policy_versions=np.full(len(ids), len(self.tree.samples)),
                 finish_reason="stop",
             )
-            message = self.reader.read(ids, is_reasoning=is_open, tools=tools)
+            message = self.reader.read(ids, after=new_ids, tools=tools)
             kept = generation.token_ids
             if not self.keeps_reasoning:
-                kept = self.reader.without_reasoning(kept, is_reasoning=is_open)
+                kept = self.reader.without_reasoning(kept, after=new_ids)
             sample = Sample(
                 turn=turn,
                 message=message,

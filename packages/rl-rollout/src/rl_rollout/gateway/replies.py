@@ -22,25 +22,28 @@ class ReplyReader:
     Attributes:
         tokenizer: Of the policy.
         parser: Reads calls; None where the model makes none.
-        end_token_ids: Tokens that end a turn, which a client does not see.
+        ends: Texts of the tokens that end a turn, which a client does not see.
     """
 
     tokenizer: PromptTokenizer
     parser: ToolParser | None
-    end_token_ids: frozenset[int]
+    ends: Mapping[int, str]
+
+    @classmethod
+    def of(cls, tokenizer: PromptTokenizer, parser: ToolParser | None, stop_token_ids: Sequence[int]) -> "ReplyReader":
+        """One that knows the tokenizer's own end token too."""
+        own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        ends = list(dict.fromkeys((*stop_token_ids, *own)))
+        texts = tokenizer.decode([[end] for end in ends], skip_special_tokens=False)
+        return cls(tokenizer=tokenizer, parser=parser, ends=dict(zip(ends, texts, strict=True)))
 
     def opens_reasoning(self, new_ids: IntArray) -> bool:
         """True where what the engine is asked to continue ends within `<think>`."""
         (tail,) = self.tokenizer.decode([new_ids[-TAIL_TOKENS:]], skip_special_tokens=False)
-        return tail.rfind(THINKING) > tail.rfind(THOUGHT)
+        return _opens_reasoning(tail)
 
     def read(
-        self,
-        token_ids: IntArray,
-        *,
-        is_reasoning: bool,
-        tools: Sequence[Mapping[str, Json]] = (),
-        text: str | None = None,
+        self, token_ids: IntArray, *, after: IntArray, tools: Sequence[Mapping[str, Json]] = (), stop: str | None = None
     ) -> ChatMessage:
         """A turn as a message.
 
@@ -48,17 +51,18 @@ class ReplyReader:
 
         Args:
             token_ids: [R] int32 as sampled.
-            is_reasoning: The prompt has opened the reasoning.
+            after: [N] int32 what the engine was asked to continue, or its end.
             tools: That the model may call, as chat templates take them.
-            text: What the client may see of it, where a stop string cut it.
+            stop: The stop string that ended it; what comes with it is not shown.
         """
-        if text is None:
-            (text,) = self.tokenizer.decode([token_ids], skip_special_tokens=False)
-        parsed = self._parsed(text, tools)
-        shown = self._without_end(text, token_ids)
+        tail, text = self.tokenizer.decode([after[-TAIL_TOKENS:], token_ids], skip_special_tokens=False)
+        shown = text if stop is None else text[: text.find(stop)]
+        if len(token_ids) and int(token_ids[-1]) in self.ends:
+            shown = shown.removesuffix(self.ends[int(token_ids[-1])])
+        parsed = self._parsed(text if stop is None else shown, tools)
         if parsed.answer is not None:
             return _message(parsed.answer, parsed.reasoning, parsed)
-        reasoning, start = split_reasoning(shown, is_open=is_reasoning)
+        reasoning, start = split_reasoning(shown, is_open=_opens_reasoning(tail))
         end = len(shown) if parsed.calls_at is None or not parsed.calls else max(parsed.calls_at, start)
         return _message(shown[start:end], reasoning, parsed)
 
@@ -67,13 +71,14 @@ class ReplyReader:
         openings = () if self.parser is None else getattr(self.parser, "openings", None)
         return ReplyStream(is_reasoning=is_reasoning, openings=openings if tools or openings is None else ())
 
-    def without_reasoning(self, token_ids: IntArray, *, is_reasoning: bool) -> IntArray:
+    def without_reasoning(self, token_ids: IntArray, *, after: IntArray) -> IntArray:
         """[K] int32 the tokens of a turn from its answer on; the same array where nothing was thought."""
+        is_open = self.opens_reasoning(after)
         (text,) = self.tokenizer.decode([token_ids], skip_special_tokens=False)
-        reasoning, start = split_reasoning(text, is_open=is_reasoning)
+        reasoning, start = split_reasoning(text, is_open=is_open)
         if not reasoning or THOUGHT not in text:
             return token_ids
-        wanted = text.index(THOUGHT) if is_reasoning else start  # a prompt that opens it needs it closed
+        wanted = text.index(THOUGHT) if is_open else start  # a prompt that opens it needs it closed
         low, high = 0, len(token_ids)
         while low < high:
             middle = (low + high) // 2
@@ -90,12 +95,6 @@ class ReplyReader:
             return parsed
         return ParsedTurn(answer=parsed.answer if not parsed.calls else None, reasoning=parsed.reasoning)
 
-    def _without_end(self, text: str, token_ids: IntArray) -> str:
-        if not len(token_ids) or int(token_ids[-1]) not in self.end_token_ids:
-            return text
-        (end,) = self.tokenizer.decode([token_ids[-1:]], skip_special_tokens=False)
-        return text.removesuffix(end)
-
 
 def split_reasoning(text: str, *, is_open: bool) -> tuple[str, int]:
     """The reasoning at the beginning of a turn, and where the rest begins.
@@ -110,6 +109,10 @@ def split_reasoning(text: str, *, is_open: bool) -> tuple[str, int]:
         return "", 0
     start, end = indent + len(THINKING) if begins else 0, text.find(THOUGHT)
     return (text[start:].strip(), len(text)) if end < 0 else (text[start:end].strip(), end + len(THOUGHT))
+
+
+def _opens_reasoning(tail: str) -> bool:
+    return tail.rfind(THINKING) > tail.rfind(THOUGHT)
 
 
 class ReplyStream:

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,8 @@ from rl_core.data import Json
 from rl_core.errors import MissingExtraError, NotReadyError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
-from rl_rollout.gateway.service import Ask, PolicyService, ServiceOptions
+from rl_rollout.gateway.refusals import refuse_field
+from rl_rollout.gateway.service import Ask, Live, PolicyService, ServiceOptions
 from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.prompts.tokenizer import PromptTokenizer
@@ -229,10 +230,17 @@ class Gateway:
             with_logprobs = bool(body.get("logprobs"))
             whole = chat_response(answer, model=self.options.model, with_logprobs=with_logprobs)
             return _json(whole.model_dump_json(exclude_unset=True), answer.overridden, answer.deliver)
+        options = body.get("stream_options") or {}
+        if not isinstance(options, dict):
+            refuse_field("stream_options", options, "an object")
         live = await self.service.begin(session, ask)
-        with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        events = chat_stream(live, model=self.options.model, num_choices=ask.num_choices, with_usage=with_usage)
-        return StreamingResponse(events, media_type="text/event-stream", headers=_override_header(live.overridden))
+        events = chat_stream(
+            live,
+            model=self.options.model,
+            num_choices=ask.num_choices,
+            with_usage=bool(options.get("include_usage")),
+        )
+        return _stream(events, live)
 
     async def _messages(self, request: Request) -> Response:
         session = self.sessions.by_key(secret_of(request))
@@ -243,8 +251,7 @@ class Gateway:
             whole = messages_response(answer, model=self.options.model)
             return _json(whole.model_dump_json(), answer.overridden, answer.deliver)
         live = await self.service.begin(session, ask)
-        events = messages_stream(live, model=self.options.model)
-        return StreamingResponse(events, media_type="text/event-stream", headers=_override_header(live.overridden))
+        return _stream(messages_stream(live, model=self.options.model), live)
 
     async def _count_tokens(self, request: Request) -> Response:
         self.sessions.by_key(secret_of(request))
@@ -298,6 +305,20 @@ def _override_header(overridden: Mapping[str, str]) -> dict[str, str]:
     if not overridden:
         return {}
     return {OVERRIDDEN: ", ".join(f"{name}={change}" for name, change in overridden.items())}
+
+
+def _stream(events: AsyncIterator[str], live: Live) -> Response:
+    """A response of events; whatever becomes of it, the answer does not go on without it."""
+
+    async def end() -> None:
+        live.answer.cancel()
+
+    return StreamingResponse(
+        events,
+        media_type="text/event-stream",
+        headers={"cache-control": "no-cache", **_override_header(live.overridden)},
+        background=BackgroundTask(end),
+    )
 
 
 def _json(body: str, overridden: Mapping[str, str], then: Callable[[], None]) -> Response:

@@ -144,7 +144,6 @@ class _Request:
     digests: Sequence[bytes]
     turn: Turn
     input_ids: IntArray
-    is_reasoning: bool
     started_at: float = field(default_factory=time.perf_counter)
 
 
@@ -178,8 +177,7 @@ class PolicyService:
         self.overheads_ms: deque[float] = deque(maxlen=KEPT_OVERHEADS)
         self._stop_token_ids = tuple(token for token in stops if token is not None)
         self._encoder = ConversationEncoder(tokenizer, end_token_ids=self._stop_token_ids)
-        ends = {*self._stop_token_ids, *(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))}
-        self._reader = ReplyReader(tokenizer=tokenizer, parser=parser, end_token_ids=frozenset(ends))
+        self._reader = ReplyReader.of(tokenizer, parser, self._stop_token_ids)
         self._logged: set[str] = set()
 
     async def begin(self, session: Session, ask: Ask) -> Live:
@@ -291,7 +289,6 @@ class PolicyService:
             digests=digests,
             turn=turn,
             input_ids=turn.input_ids,
-            is_reasoning=self._reader.opens_reasoning(new_ids),
             started_at=started_at,
         )
 
@@ -340,10 +337,10 @@ class PolicyService:
     def _keep(self, request: _Request, generation: Generation, engine_s: float) -> Sample:
         ask, session = request.ask, request.session
         tools = ask.tools if ask.may_call else ()
-        message = self._reader.read(generation.token_ids, is_reasoning=request.is_reasoning, tools=tools)
+        message = self._reader.read(generation.token_ids, after=request.turn.new_ids, tools=tools)
         kept = generation.token_ids
         if self.options.reasoning == "drop":
-            kept = self._reader.without_reasoning(kept, is_reasoning=request.is_reasoning)
+            kept = self._reader.without_reasoning(kept, after=request.turn.new_ids)
         sample = Sample(
             turn=request.turn,
             message=message,
