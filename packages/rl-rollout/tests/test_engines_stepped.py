@@ -11,7 +11,8 @@ import pytest
 from rl_core.errors import EngineError, MissingExtraError, NotReadyError
 from rl_core.weights.update import WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams, TokenScores
-from rl_rollout.engines.stepped import Sample, SteppedEngine
+from rl_rollout.engines.stepped import SteppedEngine
+from rl_rollout.engines.stepper import Sample
 
 TRAITS = EngineTraits(name="counting", max_model_len=64, vocab_size=100, max_top_k=3)
 UPDATE = WeightUpdate(version=1, digests={}, tensors={})

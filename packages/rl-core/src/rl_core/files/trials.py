@@ -44,6 +44,7 @@ def run_trial(
     libraries: Sequence[str],
     extra_cpu_s: int = 0,
     error: type[RLError] = DataError,
+    what: str = "",
 ) -> None:
     """Have a script read files in a child of limited memory and processor time, unless the same files passed before.
 
@@ -57,6 +58,7 @@ def run_trial(
         libraries: Distributions that read them: files are tried again with other versions.
         extra_cpu_s: Seconds of a processor, beside those that every script and the size of the files get.
         error: What is raised where the files cannot be used.
+        what: Named in messages where it is no file.
     """
     passed = _cache_folder() / _digest(script, request, files, libraries, error=error)
     if passed.exists():
@@ -64,7 +66,7 @@ def run_trial(
     cpu_s = BASE_CPU_S + extra_cpu_s + sum(file.stat().st_size for file in files) // BYTES_PER_CPU_S
     problem = _problem(script, request, cpu_s=cpu_s)
     if problem is not None:
-        raise error(f"{files[0]} cannot be used: {problem}.")
+        raise error(f"{what or files[0]} cannot be used: {problem}.")
     try:
         passed.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         passed.touch()

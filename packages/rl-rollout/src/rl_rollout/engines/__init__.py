@@ -8,13 +8,17 @@ from rl_rollout.engines.protocol import (
     EngineTraits,
     GenerateRequest,
     Generation,
+    NewTokens,
     RolloutEngine,
     SamplingParams,
+    Structure,
     TokenScores,
 )
 from rl_rollout.engines.registry import engine_class, known_engines
 from rl_rollout.engines.replicas.engine import ReplicatedEngine, publish_to
+from rl_rollout.engines.response_text import ResponseText
 from rl_rollout.engines.scripted import ScriptedEngine
+from rl_rollout.engines.streaming import stream
 
 __all__ = [
     "EngineLoad",
@@ -22,11 +26,14 @@ __all__ = [
     "EngineTraits",
     "GenerateRequest",
     "Generation",
+    "NewTokens",
     "ProcessEngine",
     "ReplicatedEngine",
+    "ResponseText",
     "RolloutEngine",
     "SamplingParams",
     "ScriptedEngine",
+    "Structure",
     "TokenScores",
     "TransformersOptions",
     "VLLMOptions",
@@ -35,5 +42,6 @@ __all__ = [
     "known_engines",
     "max_positions",
     "publish_to",
+    "stream",
     "vocabulary_size",
 ]

@@ -23,6 +23,8 @@ MAX_SIZES = {
 }
 """Libraries make a module for each layer and expert, a name for each label, before they look for weights."""
 
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 """Where transformers takes `owner/repository` for code that it downloads and runs."""
 
@@ -63,6 +65,11 @@ def check_config(file: Path, *, error: type[RLError]) -> None:
                     f"{file} must have {name} without a repository, whose code would be downloaded and run; found "
                     f"{shown(part[name])}. Remove it."
                 )
+
+
+def has_tokenizer(model_dir: Path) -> bool:
+    """True where a tokenizer's vocabulary is there."""
+    return any((model_dir / name).is_file() for name in VOCABULARY_FILES) or any(model_dir.glob("*.tiktoken"))
 
 
 @converts_arguments

@@ -33,13 +33,21 @@ from rl_core.errors import (
 from rl_core.record_fields import converts_arguments, settings_record
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, TokenScores
+from rl_rollout.engines.protocol import (
+    EngineTraits,
+    GenerateRequest,
+    Generation,
+    NewTokens,
+    RolloutEngine,
+    TokenScores,
+)
 from rl_rollout.engines.registry import engine_class
+from rl_rollout.engines.streaming import HostedStreams, generate_streamed
 
 T = TypeVar("T")
 
-OF_WEIGHTS = ("sees", "update_weights")
-"""Calls that do not wait for a restart: what comes after the weights that `on_restart` gives is older than they are."""
+OF_THIS_LIFE = ("sees", "update_weights", "more_tokens")
+"""Calls that do not wait for a restart: weights that come after those of `on_restart` are older, streams are gone."""
 
 
 @settings_record
@@ -70,7 +78,9 @@ class EngineCalls:
         self._sees_files: bool | None = None
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
-        """See `RolloutEngine.generate`."""
+        """See `RolloutEngine.generate`; a streamed request asks for more tokens as long as there are some to come."""
+        if request.on_tokens is not None:
+            return await generate_streamed(self._call, request, request.on_tokens)
         generations: list[Generation] = await self._call("generate", request)
         return generations
 
@@ -140,8 +150,8 @@ class ProcessEngine(EngineCalls):
     """A `RolloutEngine` whose model lives in a process of its own, which ends with this one.
 
     Weights come as a file (`rl_core.weights.transports.SharedFileTransport`). A caller that is cancelled leaves its
-    request running in that process until it is done or aborted. After a death its calls raise EngineDiedError; where
-    the host allows restarts, later ones wait for the next process.
+    request running in that process until it is done or aborted; one that streams cancels it. After a death its calls
+    raise EngineDiedError; where the host allows restarts, later ones wait for the next process.
 
     Attributes:
         on_restart: Called with the engine of a restarted process before anybody else can ask it: gives it its weights.
@@ -267,8 +277,9 @@ class ProcessEngine(EngineCalls):
 
     async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.traits  # noqa: B018 - raises unless started
-        if method in OF_WEIGHTS and self.state == "restarting":
-            raise EngineDiedError(f"the process of {self._spec} is being started again, and takes no weights now.")
+        if method in OF_THIS_LIFE and self.state == "restarting":
+            what = "its streams are gone" if method == "more_tokens" else "takes no weights now"
+            raise EngineDiedError(f"the process of {self._spec} is being started again, and {what}.")
         return await self._call_role(method, *args, **kwargs)
 
     async def _call_role(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -298,6 +309,7 @@ class HostedEngine:
     def __init__(self, name: str, model_dir: Path, options: object) -> None:
         """Make the engine, not started."""
         self._engine: RolloutEngine = engine_class(name)(model_dir, options)
+        self._streams = HostedStreams(self._engine)
 
     async def start(self) -> EngineTraits:
         """Start the engine."""
@@ -312,6 +324,18 @@ class HostedEngine:
             return await _or_end(ask(*args, **kwargs))
 
         return answer
+
+    async def begin_stream(self, name: str, request: GenerateRequest) -> list[NewTokens]:
+        """See `HostedStreams.begin`."""
+        return await _or_end(self._streams.begin(name, request))
+
+    async def more_tokens(self, name: str) -> list[NewTokens]:
+        """See `HostedStreams.more`."""
+        return await _or_end(self._streams.more(name))
+
+    async def drop_stream(self, name: str) -> None:
+        """See `HostedStreams.drop`."""
+        await self._streams.drop(name)
 
     def sees(self, file: Path) -> bool:
         """True where a file of the learner's host is here too."""

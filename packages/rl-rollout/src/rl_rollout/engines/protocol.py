@@ -1,7 +1,7 @@
 """What every engine does: generate, score, take weights."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields, replace
 from typing import Annotated, Protocol
 
 import numpy as np
@@ -9,6 +9,28 @@ import numpy as np
 from rl_core.data import ExpertArray, FinishReason, FloatArray, IntArray
 from rl_core.record_fields import Axes, record, settings_record
 from rl_core.weights import WeightReceipt, WeightUpdate
+
+
+@settings_record
+class Structure:
+    """What a response must be, token by token; exactly one of these.
+
+    Attributes:
+        json_schema: JSON text of a schema; `{"type": "object"}` allows any object.
+        regex: Of the whole response.
+        choices: Texts to choose from.
+        grammar: In the Lark syntax of llguidance.
+    """
+
+    json_schema: str | None = None
+    regex: str | None = None
+    choices: tuple[str, ...] = ()
+    grammar: str | None = None
+
+    @property
+    def kinds(self) -> list[str]:
+        """Names of those that are given."""
+        return [one.name for one in fields(self) if getattr(self, one.name) not in (None, ())]
 
 
 @settings_record
@@ -22,6 +44,9 @@ class SamplingParams:
         top_k: Keeps the k likeliest tokens; None keeps all.
         seed: Makes the draw repeatable; sample i of a request uses seed + i, unless each has its own parameters.
         stop_token_ids: Tokens that end a response, beside the model's own end token; the token stays in it.
+        stop: Texts that end a response in which they appear; the token that completes one stays in it. They are looked
+            for in the tokens' text, special tokens included, and not in the prompt.
+        structure: What the response must be; logprobs are then those under this constraint, and not what `score` says.
     """
 
     max_tokens: int
@@ -30,6 +55,8 @@ class SamplingParams:
     top_k: int | None = None
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    structure: Structure | None = None
 
 
 @record
@@ -41,12 +68,15 @@ class GenerateRequest:
         sampling: How to draw; several, one a sample, where the samples differ.
         num_samples: Independent responses to give.
         request_id: What `abort` knows the request by; several may share one, such as all turns of a session.
+        on_tokens: Called on the event loop with tokens as they are sampled, while `generate` is awaited; see
+            `rl_rollout.engines.stream`. It returns at once; what it raises fails this request alone.
     """
 
     input_ids: Annotated[IntArray, Axes("P")]
     sampling: SamplingParams | tuple[SamplingParams, ...]
     num_samples: int = 1
     request_id: str | None = None
+    on_tokens: "Callable[[NewTokens], None] | None" = None
 
     @property
     def samplings(self) -> tuple[SamplingParams, ...]:
@@ -71,6 +101,7 @@ class Generation:
         num_preempted: How often the engine had to start it again.
         routed_experts: [P + R, layers, top_k] int16 experts that each token of prompt and response used, -1 where that
             is not known, as of the last token; None from engines and models that tell none.
+        matched_stop: Which of `SamplingParams.stop` ended it; of several at once the one that begins first.
     """
 
     token_ids: Annotated[IntArray, Axes("R")]
@@ -79,6 +110,26 @@ class Generation:
     finish_reason: FinishReason
     num_preempted: int = 0
     routed_experts: Annotated[ExpertArray | None, Axes("P + R", "layers", "top_k")] = None
+    matched_stop: str | None = None
+
+
+@record
+class NewTokens:
+    """Tokens of one sample, since those before them; all of a sample's, joined, are those of its `Generation`.
+
+    Attributes:
+        sample_index: Which sample of the request.
+        token_ids: [N] int32; none only where the sample ends without more.
+        logprobs: [N] float32.
+        policy_versions: [N] int32.
+        ended: The whole sample, with its last tokens.
+    """
+
+    sample_index: int
+    token_ids: Annotated[IntArray, Axes("N")]
+    logprobs: Annotated[FloatArray, Axes("N")]
+    policy_versions: Annotated[IntArray, Axes("N")]
+    ended: Generation | None = None
 
 
 @record
@@ -122,6 +173,8 @@ class EngineTraits:
         vocab_size: Token ids are below this.
         can_sleep: Whether `sleep` frees memory here.
         max_top_k: Most likeliest tokens that `score_top_k` gives for each token.
+        can_match_text: Whether it serves `SamplingParams.stop`, for which it needs the model's tokenizer.
+        structures: Kinds of `Structure` that it serves, by field.
     """
 
     name: str
@@ -129,6 +182,8 @@ class EngineTraits:
     vocab_size: int
     can_sleep: bool = False
     max_top_k: int = 0
+    can_match_text: bool = False
+    structures: tuple[str, ...] = ()
 
 
 class RolloutEngine(Protocol):

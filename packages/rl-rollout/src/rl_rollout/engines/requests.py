@@ -4,12 +4,16 @@ import numpy as np
 
 from rl_core.data import IntArray
 from rl_core.errors import EngineError
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams, Structure
 
 LOWEST_TEMPERATURE = 0.01
 """Between 0 and this, probabilities become 0 or 1 and logprobs lose their meaning."""
 HIGHEST_TEMPERATURE = 2.0
 """vLLM takes none above."""
+MAX_STOPS = 64
+"""Stop strings of a request: each is looked for after every token."""
+MAX_TEXT = 1 << 16
+"""Characters of all stop strings together, and of a structure."""
 
 
 def check_request(request: GenerateRequest, traits: EngineTraits) -> None:
@@ -112,3 +116,40 @@ def _check_sampling(sampling: SamplingParams, traits: EngineTraits) -> None:
     outside = [token for token in sampling.stop_token_ids if not 0 <= token < traits.vocab_size]
     if outside:
         raise EngineError(f"stop_token_ids must be from 0 to {traits.vocab_size - 1}; found {outside[0]}.")
+    if sampling.stop:
+        _check_stop(sampling.stop, traits)
+    if sampling.structure is not None:
+        _check_structure(sampling.structure, traits)
+
+
+def _check_stop(stop: tuple[str, ...], traits: EngineTraits) -> None:
+    if not traits.can_match_text:
+        raise EngineError(
+            f"stop strings need a tokenizer, and {traits.name} has none. Put the tokenizer's files into the model "
+            "folder, or use stop_token_ids."
+        )
+    if "" in stop:
+        raise EngineError("a stop string must not be empty: it would end every response at once. Leave it out.")
+    length = sum(map(len, stop))
+    if len(stop) > MAX_STOPS or length > MAX_TEXT:
+        raise EngineError(
+            f"stop must be at most {MAX_STOPS} strings of {MAX_TEXT:,} characters together; found {len(stop)} of "
+            f"{length:,}."
+        )
+
+
+def _check_structure(structure: Structure, traits: EngineTraits) -> None:
+    kinds = structure.kinds
+    if len(kinds) != 1:
+        raise EngineError(f"a Structure must have one kind; found {', '.join(kinds) or 'none'}.")
+    if kinds[0] not in traits.structures:
+        raise EngineError(
+            f"{traits.name} cannot follow a structure of kind {kinds[0]}; it can follow "
+            f"{', '.join(traits.structures) or 'none'}. Ask without one and check the response, or use the vLLM engine "
+            "and a model folder with a tokenizer."
+        )
+    length = sum(map(len, structure.choices)) + sum(
+        len(text) for text in (structure.json_schema, structure.regex, structure.grammar) if text is not None
+    )
+    if length > MAX_TEXT:
+        raise EngineError(f"a structure must have at most {MAX_TEXT:,} characters; found {length:,}. Simplify it.")

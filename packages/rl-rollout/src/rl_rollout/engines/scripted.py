@@ -1,16 +1,19 @@
 """An engine without a model, for tests: it says what it is told to, when it is told to."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from rl_core.data import FinishReason, FloatArray, IntArray
+from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineError, NotReadyError
 from rl_core.weights import WeightReceipt, WeightUpdate, tensor_crc32c
 from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, TokenScores
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
+from rl_rollout.engines.response_text import Decode, ResponseText
+from rl_rollout.engines.stepper import Sample
 
 Script = (
     Mapping[tuple[int, ...], Sequence[Sequence[int]]]
@@ -41,6 +44,8 @@ class ScriptedEngine:
         traits: EngineTraits = DEFAULT_TRAITS,
         score: Callable[[IntArray], FloatArray] | None = None,
         receive: Callable[[WeightUpdate], WeightReceipt] | None = None,
+        decode: Decode | None = None,
+        pace: Callable[[GenerateRequest, int, int], Awaitable[None]] | None = None,
     ) -> None:
         """Learn the script.
 
@@ -50,17 +55,21 @@ class ScriptedEngine:
             traits: What to say about itself.
             score: Logprobs of a sequence; -1 everywhere but at position 0 by default.
             receive: Answer to a weight update; an honest receipt by default.
+            decode: Text of tokens, for stop strings; without it they are refused.
+            pace: Awaited before each token, given the request, the sample's index and the token's position.
         """
         self.gate = Gate()
         self.requests: list[GenerateRequest] = []
         self.updates: list[WeightUpdate] = []
         self._script = script
         self._end_token_ids = frozenset(end_token_ids)
-        self._traits = traits
+        self._traits = replace(traits, can_match_text=traits.can_match_text or decode is not None)
+        self._decode = decode
+        self._pace = pace
         self._score = score or _flat_scores
         self._receive = receive or honest_receipt
         self._version = 0
-        self._waiting: dict[asyncio.Future[Sequence[int]], str | None] = {}
+        self._waiting: dict[asyncio.Future[None], str | None] = {}
         self._resumed: asyncio.Event | None = None
         self._is_asleep = False
         self._is_started = False
@@ -111,7 +120,7 @@ class ScriptedEngine:
         return receipt
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See `RolloutEngine.abort`; a script that waits is cut off before it said anything."""
+        """See `RolloutEngine.abort`; a script that waits is cut off."""
         self.gate.abort(request_ids)
         for future, request_id in list(self._waiting.items()):
             if request_id in request_ids:
@@ -158,28 +167,57 @@ class ScriptedEngine:
             raise EngineError("the engine sleeps; wake it before it is asked.")
 
     async def _respond(self, request: GenerateRequest, index: int) -> Generation:
+        sampling = request.samplings[index]
+        sample = Sample(input_ids=request.input_ids.tolist(), sampling=sampling)
+        if self._decode is not None and sampling.stop:
+            sample.text = ResponseText(self._decode, sample.input_ids, stop=sampling.stop)
         said = self._said(request, index)
-        if not isinstance(said, Awaitable) and self._resumed is None:
-            return self._generation(request, said, index)
-        future = asyncio.ensure_future(self._say(said, self._resumed))
+        saying = self._say(said, request, index, sample)
+        if not isinstance(said, Awaitable) and self._resumed is None and self._pace is None:
+            await saying  # at once
+        elif not await self._finished(saying, request):
+            sample.finish_reason = "abort"
+        _tell(request, index, sample)
+        return sample.generation()
+
+    async def _finished(self, saying: Coroutine[None, None, None], request: GenerateRequest) -> bool:
+        """Wait for a script; False where it was aborted."""
+        future = asyncio.ensure_future(saying)
         self._waiting[future] = request.request_id
         try:
-            return self._generation(request, await asyncio.shield(future), index)
+            await asyncio.shield(future)
         except asyncio.CancelledError:
             if not future.cancelled():  # the caller was cancelled, not the script
                 future.cancel()
                 raise
             if self._is_closed:
                 raise EngineError("the engine was closed.") from None
-            return self._generation(request, (), index, finish_reason="abort")
+            return False
         finally:
             del self._waiting[future]
+        return True
 
-    @staticmethod
-    async def _say(said: Sequence[int] | Awaitable[Sequence[int]], resumed: asyncio.Event | None) -> Sequence[int]:
-        if resumed is not None:
-            await resumed.wait()
-        return await said if isinstance(said, Awaitable) else said
+    async def _say(
+        self, said: Sequence[int] | Awaitable[Sequence[int]], request: GenerateRequest, index: int, sample: Sample
+    ) -> None:
+        sampling = request.samplings[index]
+        if self._resumed is not None:
+            await self._resumed.wait()
+        tokens = await said if isinstance(said, Awaitable) else said
+        for position, token in enumerate(tokens[: sampling.max_tokens]):
+            if self._pace is not None:
+                await self._pace(request, index, position)
+                if self._resumed is not None:
+                    await self._resumed.wait()
+            sample.token_ids.append(int(token))
+            sample.logprobs.append(-1.0 if sampling.temperature else 0.0)
+            sample.policy_versions.append(self._version)
+            if sample.find_stop():
+                break
+            _tell(request, index, sample)
+        stops = self._end_token_ids | set(sampling.stop_token_ids)
+        ends = sample.find_stop() or (sample.token_ids and sample.token_ids[-1] in stops)
+        sample.finish_reason = "stop" if ends else "length"
 
     def _said(self, request: GenerateRequest, index: int) -> Sequence[int] | Awaitable[Sequence[int]]:
         if not isinstance(self._script, Mapping):
@@ -190,19 +228,11 @@ class ScriptedEngine:
         responses = self._script[prompt]
         return responses[index % len(responses)]
 
-    def _generation(
-        self, request: GenerateRequest, said: Sequence[int], index: int, *, finish_reason: FinishReason | None = None
-    ) -> Generation:
-        sampling = request.samplings[index]
-        tokens = np.array(said[: sampling.max_tokens], dtype=np.int32)
-        stops = self._end_token_ids | set(sampling.stop_token_ids)
-        ends = len(tokens) > 0 and int(tokens[-1]) in stops
-        return Generation(
-            token_ids=tokens,
-            logprobs=np.full(len(tokens), -1.0 if sampling.temperature else 0.0, dtype=np.float32),
-            policy_versions=np.full(len(tokens), self._version, dtype=np.int32),
-            finish_reason=finish_reason or ("stop" if ends else "length"),
-        )
+
+def _tell(request: GenerateRequest, index: int, sample: Sample) -> None:
+    news = None if request.on_tokens is None else sample.news(index)
+    if news is not None and request.on_tokens is not None:
+        request.on_tokens(news)
 
 
 def honest_receipt(update: WeightUpdate) -> WeightReceipt:

@@ -5,25 +5,26 @@ everything else: it turns requests into samples, lets the stepper make one step 
 as there is work, and wakes whoever waits.
 
 Requests made in the same turn of the event loop are admitted together, in order, before the next step.
-Weight updates, aborts and requests come between two steps. After a failure of the stepper every waiting
-call raises it, and so does every later one.
+Weight updates, aborts, requests and the search for stop strings come between two steps. After a failure of
+the stepper every waiting call raises it, and so does every later one.
 """
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
-import numpy as np
 import structlog
 
-from rl_core.data import ExpertArray, FinishReason, FloatArray, IntArray
+from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, RLError
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams, TokenScores
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, NewTokens, TokenScores
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
+from rl_rollout.engines.response_text import Decode, ResponseText
+from rl_rollout.engines.stepper import Sample, Stepper
 
 log = structlog.get_logger(__name__)
 
@@ -33,122 +34,39 @@ TURNS_BETWEEN_STEPS = 3
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Sample:
-    """One sequence in the making; the stepper fills it.
-
-    Attributes:
-        input_ids: Prompt, or the sequence to score.
-        sampling: None to score.
-        seed: Of this sample.
-        request_id: Of its request, where that has one.
-        top_k: Likeliest tokens to give beside each token, when it is scored.
-        token_ids: Sampled so far.
-        logprobs: Of token_ids; empty when greedy.
-        policy_versions: Of token_ids.
-        finish_reason: None while it runs.
-        num_preempted: How often it was started again.
-        scores: Of the input_ids, with top_k more columns, when that was asked.
-        routed_experts: Of input_ids and token_ids, once it has ended; None where the stepper tells none.
-    """
-
-    input_ids: list[int]
-    sampling: SamplingParams | None
-    seed: int | None = None
-    request_id: str | None = None
-    top_k: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    policy_versions: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    num_preempted: int = 0
-    scores: TokenScores | None = None
-    routed_experts: ExpertArray | None = None
-
-    def generation(self) -> Generation:
-        """The finished sample as engines return it."""
-        num_tokens = len(self.token_ids)
-        return Generation(
-            token_ids=np.array(self.token_ids, dtype=np.int32),
-            logprobs=np.array(self.logprobs, dtype=np.float32) if self.logprobs else np.zeros(num_tokens, np.float32),
-            policy_versions=np.array(self.policy_versions, dtype=np.int32),
-            finish_reason=self.finish_reason or "abort",
-            num_preempted=self.num_preempted,
-            routed_experts=self.routed_experts,
-        )
-
-
-class Stepper(Protocol):
-    """A loaded model that decodes many samples at once. It is made and called by one thread, one call at a time."""
-
-    @property
-    def traits(self) -> EngineTraits:
-        """What the engine is."""
-        ...
-
-    def admit(self, samples: Sequence[Sample]) -> None:
-        """Take new samples, in this order."""
-        ...
-
-    def step(self) -> list[Sample]:
-        """Advance every sample as far as one step goes; those now finished, with their finish_reason."""
-        ...
-
-    def remove(self, samples: Sequence[Sample]) -> None:
-        """Forget samples; those that are not here are ignored."""
-        ...
-
-    def reset_prefix_cache(self) -> None:
-        """Forget what was computed of earlier prompts."""
-        ...
-
-    def sleep(self) -> None:
-        """Free memory, while there are no samples; called only where traits.can_sleep."""
-        ...
-
-    def wake(self) -> None:
-        """Take it again."""
-        ...
-
-    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Replace all weights; running samples go on under the new ones.
-
-        Raises:
-            EngineError: The update is refused and nothing was touched; any other error is a failure.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free everything."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _Job:
-    """Samples that one call waits for."""
+    """Samples that one call waits for, and whom it tells what they get meanwhile."""
 
     samples: list[Sample]
     done: "asyncio.Future[None]"
     num_open: int
+    on_tokens: Callable[[NewTokens], None] | None
 
 
 class SteppedEngine:
     """A `RolloutEngine` around a `Stepper`."""
 
-    def __init__(self, make_stepper: Callable[[], Stepper], *, in_thread: bool) -> None:
+    def __init__(
+        self, make_stepper: Callable[[], Stepper], *, in_thread: bool, decoder: Callable[[], Decode] | None = None
+    ) -> None:
         """Wrap a stepper; nothing is loaded yet.
 
         Args:
             make_stepper: Loads the model; called by `start`. Version 0 is what it loads.
             in_thread: Make and call the stepper in a thread of its own, so that the event loop stays free.
+            decoder: Loads what makes text of tokens; called by the first request that has a stop string.
         """
         self.gate = Gate()
         self._make_stepper = make_stepper
+        self._decoder = decoder
+        self._decode: Decode | None = None
         self._stepper: Stepper | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="engine") if in_thread else None
         self._incoming: list[Sample] = []
         self._removed: list[Sample] = []
         self._jobs: dict[Sample, _Job] = {}
+        self._told: set[_Job] = set()
         self._pump: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._is_closed = False
@@ -184,13 +102,21 @@ class SteppedEngine:
         return await self.gate.through(request, self._generate)
 
     async def _generate(self, request: GenerateRequest) -> list[Generation]:
-        check_request(request, self._awake().traits)
+        stepper = self._awake()
+        check_request(request, stepper.traits)
         input_ids: list[int] = request.input_ids.tolist()
-        samples = [
-            Sample(input_ids=input_ids, sampling=sampling, seed=sampling.seed, request_id=request.request_id)
-            for sampling in request.samplings
-        ]
-        await self._run(samples)
+        samples = []
+        for sampling in request.samplings:
+            sample = Sample(input_ids=input_ids, sampling=sampling, seed=sampling.seed, request_id=request.request_id)
+            if sampling.structure is not None:
+                await asyncio.to_thread(stepper.prepare, sampling.structure)
+            if sampling.stop:
+                sample.text = ResponseText(await self._loaded_decoder(), input_ids, stop=sampling.stop)
+            samples.append(sample)
+        await self._run(samples, request.on_tokens)
+        failures = [sample.failure for sample in samples if sample.failure is not None]
+        if failures:
+            raise EngineError(failures[0])
         return [sample.generation() for sample in samples]
 
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
@@ -297,19 +223,34 @@ class SteppedEngine:
             raise EngineError("the engine sleeps; wake it before it is asked.")
         return stepper
 
-    async def _run(self, samples: list[Sample]) -> None:
+    async def _loaded_decoder(self) -> Decode:
+        if self._decode is None and self._decoder is not None:
+            try:
+                self._decode = await asyncio.to_thread(self._decoder)
+            except RLError as error:
+                raise EngineError(f"stop strings need the model's tokenizer: {error}") from error
+        if self._decode is None:
+            raise EngineError(f"{self.traits.name} has no tokenizer for stop strings.")
+        return self._decode
+
+    async def _run(self, samples: list[Sample], on_tokens: Callable[[NewTokens], None] | None = None) -> None:
         if not samples:
             return
+        self._working()  # it may have failed while something was loaded for these
         loop = asyncio.get_running_loop()
-        job = _Job(samples, loop.create_future(), len(samples))
+        job = _Job(samples, loop.create_future(), len(samples), on_tokens)
         self._jobs.update(dict.fromkeys(samples, job))
         self._incoming.extend(samples)
+        if on_tokens is not None:
+            self._told.add(job)
         self._start_pump()
         try:
             await job.done
         except asyncio.CancelledError:
             self._forget(samples)
             raise
+        finally:
+            self._told.discard(job)
 
     def _start_pump(self) -> None:
         if self._is_paused or not self._jobs or (self._pump is not None and not self._pump.done()):
@@ -325,6 +266,7 @@ class SteppedEngine:
         await self._call(stepper.remove, samples)
         for sample in samples:
             sample.finish_reason = sample.finish_reason or "abort"
+        self._tell({self._jobs[sample] for sample in samples if sample in self._jobs})  # the others may be in a step
         self._settle(samples)
 
     async def _pump_steps(self) -> None:
@@ -332,8 +274,10 @@ class SteppedEngine:
         while self._jobs and self._failure is None and not self._is_paused:
             incoming, self._incoming = self._incoming, []
             removed = list(self._removed)
-            finished = await self._call(_advance, stepper, incoming, removed)
+            searched = [sample for sample in self._jobs if sample.text is not None]
+            finished = await self._call(_advance, stepper, incoming, removed, searched)
             del self._removed[: len(removed)]
+            self._tell(self._told)
             self._settle(finished)
             for _ in range(TURNS_BETWEEN_STEPS if finished else 1):
                 await asyncio.sleep(0)
@@ -342,6 +286,20 @@ class SteppedEngine:
         if self._executor is None:
             return function(*args)
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    def _tell(self, jobs: Collection[_Job]) -> None:
+        """Give callers what their samples got; what a caller raises is its own."""
+        for job in self._told.intersection(jobs):
+            try:
+                for index, sample in enumerate(job.samples):
+                    news = sample.news(index)
+                    if news is not None and job.on_tokens is not None and not job.done.done():
+                        job.on_tokens(news)
+            except Exception as error:
+                self._forget(job.samples)
+                self._told.discard(job)
+                if not job.done.done():
+                    job.done.set_exception(error)
 
     def _settle(self, finished: Iterable[Sample]) -> None:
         for sample in finished:
@@ -380,12 +338,22 @@ class SteppedEngine:
             self._fail(error)
 
 
-def _advance(stepper: Stepper, incoming: Sequence[Sample], removed: Sequence[Sample]) -> list[Sample]:
+def _advance(
+    stepper: Stepper, incoming: Sequence[Sample], removed: Sequence[Sample], searched: Sequence[Sample]
+) -> list[Sample]:
+    """One step, and the end of those samples that a stop string ends."""
     if removed:
         stepper.remove(removed)
     if incoming:
         stepper.admit(incoming)
-    return stepper.step()
+    finished = stepper.step()
+    stopped = [sample for sample in searched if sample.find_stop()]
+    running = [sample for sample in stopped if sample.finish_reason is None]
+    if running:
+        stepper.remove(running)
+    for sample in stopped:
+        sample.finish_reason = "stop"
+    return [*finished, *running]
 
 
 def _failed(error: Exception) -> EngineError:

@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rl_core.errors import EngineError
+from rl_rollout.engines.protocol import GenerateRequest, NewTokens
 
 
 class StoppedError(Exception):
@@ -25,13 +26,27 @@ class Ticket:
         request_id: What `RolloutEngine.abort` knows it by.
         is_aborted: Nobody is to be asked any more.
         is_asked: An engine is at it.
+        has_told: Its caller has got tokens, which cannot be taken back: it cannot begin anew elsewhere.
     """
 
     num_samples: int
     request_id: str | None = None
     is_aborted: bool = False
     is_asked: bool = False
+    has_told: bool = False
     _limit: asyncio.Timeout | None = field(default=None, init=False)
+
+    def noting(self, request: GenerateRequest) -> GenerateRequest:
+        """The request, whose first tokens are noted here."""
+        on_tokens = request.on_tokens
+        if on_tokens is None:
+            return request
+
+        def tell(tokens: NewTokens) -> None:
+            self.has_told = True
+            on_tokens(tokens)
+
+        return replace(request, on_tokens=tell)
 
     @asynccontextmanager
     async def stoppable(self) -> AsyncIterator[None]:

@@ -6,7 +6,9 @@ from rl_core.errors import MissingExtraError
 from rl_core.record_fields import converts_arguments
 from rl_rollout.engines.model_folder import require_model_folder
 from rl_rollout.engines.options import TransformersOptions
-from rl_rollout.engines.stepped import SteppedEngine, Stepper
+from rl_rollout.engines.stepped import SteppedEngine
+from rl_rollout.engines.stepper import Stepper
+from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 __all__ = ["TransformersEngine", "TransformersOptions"]
 
@@ -28,7 +30,7 @@ class TransformersEngine(SteppedEngine):
         """
         self._model_dir = Path(model_dir)
         self._options = options or TransformersOptions()
-        super().__init__(self._load, in_thread=False)
+        super().__init__(self._load, in_thread=False, decoder=lambda: PromptTokenizer.load(self._model_dir).decoder())
 
     def _load(self) -> Stepper:
         require_model_folder(self._model_dir)

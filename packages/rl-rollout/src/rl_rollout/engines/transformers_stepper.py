@@ -12,11 +12,11 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from rl_core.errors import EngineError
 from rl_core.weights import WeightReceipt, WeightUpdate, probe_tensor, tensor_crc32c
-from rl_rollout.engines.model_folder import end_token_ids, max_positions
+from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer, max_positions
 from rl_rollout.engines.options import TransformersOptions
-from rl_rollout.engines.protocol import EngineTraits, SamplingParams, TokenScores
+from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure, TokenScores
 from rl_rollout.engines.sampling import draw_tokens, processed_logprobs
-from rl_rollout.engines.stepped import Sample
+from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.weight_checks import check_update, update_tensors
 
 
@@ -53,6 +53,7 @@ class TransformersStepper:
             vocab_size=vocab_size,
             max_top_k=vocab_size,
             can_sleep=torch.device(options.device).type == "cuda",
+            can_match_text=has_tokenizer(model_dir),
         )
 
     @property
@@ -113,6 +114,9 @@ class TransformersStepper:
     def wake(self) -> None:
         """See `Stepper.wake`."""
         self._model.to(self._options.device)
+
+    def prepare(self, structure: Structure) -> None:
+        """See `Stepper.prepare`; its traits have none."""
 
     def close(self) -> None:
         """See `Stepper.close`."""

@@ -13,10 +13,9 @@ from rl_core.data import IntArray, Json, encodable
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.files import count_values, read_plain, run_trial
 from rl_core.record_fields import converts_arguments
-from rl_rollout.engines.model_folder import check_config
+from rl_rollout.engines.model_folder import VOCABULARY_FILES, check_config, has_tokenizer
+from rl_rollout.engines.response_text import Decode, ResponseText
 from rl_rollout.prompts.within import call_within
-
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 COMPANION_FILES = (
     "config.json",
@@ -83,7 +82,7 @@ class PromptTokenizer:
         if not folder.is_dir():
             raise SettingsError(f"{folder} is not a folder. Give a local model folder; nothing is downloaded.")
         # transformers makes up an empty tokenizer from config.json alone, so look before asking it.
-        if not any((folder / name).is_file() for name in VOCABULARY_FILES) and not any(folder.glob("*.tiktoken")):
+        if not has_tokenizer(folder):
             raise SettingsError(
                 f"{folder} has no tokenizer; expected one of {', '.join(VOCABULARY_FILES)}. "
                 "Copy the tokenizer's files into the model folder."
@@ -137,6 +136,17 @@ class PromptTokenizer:
         template = json.dumps([self._chat_template, self._template_options], sort_keys=True)
         digests = {"vocabulary": vocabulary, "template": template}
         return {name: blake2b(text.encode(), digest_size=16).hexdigest() for name, text in digests.items()}
+
+    @property
+    def as_json(self) -> str:
+        """All of it as one tokenizer.json, added tokens included.
+
+        Raises:
+            SettingsError: It is of a kind that cannot be written so.
+        """
+        if not getattr(self._tokenizer, "is_fast", False):
+            raise SettingsError(f"{self._name} has no tokenizer.json, and transformers cannot make one of it.")
+        return str(self._tokenizer.backend_tokenizer.to_str())
 
     def token_id(self, text: str) -> int | None:
         """The id of one token by its text, such as "<|im_end|>"; None when the vocabulary has no such token."""
@@ -216,6 +226,25 @@ class PromptTokenizer:
             error=DataError,
         )
         return list(map(encodable, texts))
+
+    def decoder(self, *, skip_special_tokens: bool = False) -> Decode:
+        """As `decode`, of one sequence, for a few tokens at a time."""
+        if getattr(self._tokenizer, "is_fast", False):
+            fast = self._tokenizer.backend_tokenizer
+            return lambda ids: str(fast.decode(ids, skip_special_tokens=skip_special_tokens))
+        return lambda ids: self.decode([ids], skip_special_tokens=skip_special_tokens)[0]
+
+    def response_text(
+        self, prompt_ids: Sequence[int], *, stop: Sequence[str] = (), skip_special_tokens: bool = False
+    ) -> ResponseText:
+        """The text of a response whose tokens come in pieces.
+
+        Args:
+            prompt_ids: The prompt, or its last tokens.
+            stop: Strings that end the text; engines look for them with special tokens.
+            skip_special_tokens: Leave them out.
+        """
+        return ResponseText(self.decoder(skip_special_tokens=skip_special_tokens), prompt_ids, stop=stop)
 
 
 def _try_folder(folder: Path, chat_template: str | None, options: Mapping[str, Json] | None) -> None:

@@ -1,11 +1,13 @@
 # ruff: noqa: S101 - part of a test suite
 """A tiny model, and what transformers says about it."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rl_core.data import FloatArray, IntArray
@@ -13,6 +15,10 @@ from rl_core.record_fields import converts_arguments
 from rl_core.weights import Canary
 
 TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
+END = "<end>"
+CHARACTERS = 'ab{}":,123'
+EMOJI = "\N{GRINNING FACE}"
+"""Of four bytes, each a token of its own."""
 
 
 @converts_arguments
@@ -65,7 +71,7 @@ def processed(
 
 @converts_arguments
 def make_tiny_model(model_dir: Path, *, is_tied: bool, seed: int = 0, vocab_size: int = 32) -> Path:
-    """Write a random Qwen3 of 0.1M parameters in float32: end token 1, 256 positions."""
+    """Write a random Qwen3 of 0.1M parameters in float32: end token 1, 256 positions, a tokenizer of bytes and pairs."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -82,7 +88,22 @@ def make_tiny_model(model_dir: Path, *, is_tied: bool, seed: int = 0, vocab_size
         initializer_range=0.15,
     )
     Qwen3ForCausalLM(config).float().save_pretrained(model_dir)
+    _tiny_tokenizer(vocab_size).save(str(model_dir / "tokenizer.json"))
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": "<pad>"}
+    (model_dir / "tokenizer_config.json").write_text(json.dumps(special))
     return model_dir
+
+
+def _tiny_tokenizer(vocab_size: int) -> Tokenizer:
+    """`CHARACTERS`, the bytes of `EMOJI`, pairs of characters, and no merges."""
+    shown = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    singles = [text for text, _ in shown.pre_tokenize_str(CHARACTERS + EMOJI)][0]
+    pairs = [first + second for first in CHARACTERS for second in CHARACTERS]
+    texts = ["<pad>", END, *singles, *pairs][:vocab_size]
+    tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(texts)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = shown, decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in texts[:2]])
+    return tokenizer
 
 
 def perturbed(tensors: Mapping[str, torch.Tensor], *, scale: float) -> dict[str, torch.Tensor]:

@@ -178,7 +178,7 @@ class ReplicatedEngine:
         ticket = Ticket(num_samples=request.num_samples, request_id=request.request_id)
 
         async def ask(replica: Replica) -> list[Generation]:
-            generations = await replica.engine.generate(request)
+            generations = await replica.engine.generate(ticket.noting(request))
             replica.meter.num_tokens += sum(len(one.token_ids) for one in generations)
             return generations
 

@@ -124,7 +124,7 @@ class ReplicaSet:
         """Ask a replica; another one when that dies, or has to go.
 
         Raises:
-            EngineDiedError: None is left, or this request ends them.
+            EngineDiedError: None is left, this request ends them, or its caller has tokens of one that is gone.
             AbortedError: It was aborted before any was asked.
         """
         deaths: list[EngineDiedError] = []
@@ -141,7 +141,14 @@ class ReplicaSet:
                             self.note_death(replica, error, incarnation)
                             deaths.append(error)
                 except StoppedError:
-                    continue
+                    if not ticket.has_told:
+                        continue
+                    deaths.append(EngineDiedError(f"replica {replica.index} was removed."))
+                if ticket.has_told:
+                    raise EngineDiedError(
+                        "the response was streamed in part when its engine went, and cannot begin anew elsewhere; send "
+                        f"the request again. {deaths[-1]}"
+                    ) from deaths[-1]
                 if len(deaths) == MAX_DEATHS:
                     raise EngineDiedError(
                         f"{MAX_DEATHS} engines died under this request, which may be what ends them. The last: "

@@ -6,8 +6,10 @@ from rl_core.errors import MissingExtraError
 from rl_core.record_fields import converts_arguments
 from rl_rollout.engines.model_folder import require_model_folder
 from rl_rollout.engines.options import VLLMOptions
-from rl_rollout.engines.stepped import SteppedEngine, Stepper
+from rl_rollout.engines.stepped import SteppedEngine
+from rl_rollout.engines.stepper import Stepper
 from rl_rollout.engines.vllm.support import INSTALL, check_support
+from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 __all__ = ["VLLMEngine", "VLLMOptions"]
 
@@ -30,7 +32,7 @@ class VLLMEngine(SteppedEngine):
         """
         self._model_dir = Path(model_dir)
         self._options = options or VLLMOptions()
-        super().__init__(self._load, in_thread=True)
+        super().__init__(self._load, in_thread=True, decoder=lambda: PromptTokenizer.load(self._model_dir).decoder())
 
     @staticmethod
     @converts_arguments

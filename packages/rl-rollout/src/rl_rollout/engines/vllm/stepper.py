@@ -25,13 +25,14 @@ from rl_core.data import FinishReason as OurFinishReason
 from rl_core.errors import DeadlineError, EngineError, TransferError, WeightsGoneError
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_core.weights.broadcast import BroadcastReceiver
-from rl_rollout.engines.model_folder import end_token_ids, max_positions
+from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer, max_positions
 from rl_rollout.engines.options import VLLMOptions
-from rl_rollout.engines.protocol import EngineTraits, TokenScores
-from rl_rollout.engines.stepped import Sample
+from rl_rollout.engines.protocol import EngineTraits, Structure, TokenScores
+from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.vllm.environment import unchanged_process
 from rl_rollout.engines.vllm.expert_capture import ExpertRows
 from rl_rollout.engines.vllm.live_weights import join_parts
+from rl_rollout.engines.vllm.structures import STRUCTURES, StructuredOutputs, constrain, failure_of
 from rl_rollout.engines.vllm.update import expected_probes, join_arrived, receive_request, update_shapes, workers_source
 from rl_rollout.engines.vllm.worker_processes import WorkerWatch, unlink_queues, worker_environment
 from rl_rollout.engines.weight_checks import check_update, tensor_shapes
@@ -95,7 +96,12 @@ class VLLMStepper:
             vocab_size=model_config.get_vocab_size(),
             can_sleep=options.can_sleep and not self._is_cpu,
             max_top_k=min(options.max_top_k, model_config.get_vocab_size()),
+            can_match_text=has_tokenizer(model_dir),
+            structures=STRUCTURES if has_tokenizer(model_dir) else (),
         )
+        self._structures = StructuredOutputs(model_dir, self._traits.vocab_size, self._end_token_ids)
+        self._core.structured_output_manager.backend = self._structures
+        self._core.structured_output_manager._use_async_grammar_compilation = False
 
     @property
     def traits(self) -> EngineTraits:
@@ -170,6 +176,10 @@ class VLLMStepper:
     def wake(self) -> None:
         """See `Stepper.wake`."""
         self._core.model_executor.wake_up()
+
+    def prepare(self, structure: Structure) -> None:
+        """See `Stepper.prepare`."""
+        self._structures.prepare(structure)
 
     def close(self) -> None:
         """See `Stepper.close`."""
@@ -253,7 +263,8 @@ class VLLMStepper:
         self._running[request.request_id] = (sample, core_request)
 
     def _drop(self, request_id: str) -> None:
-        sample, _ = self._running.pop(request_id)
+        sample, core_request = self._running.pop(request_id)
+        sample.num_preempted = core_request.num_preemptions
         if sample.sampling is None:
             self._num_scoring_tokens -= len(sample.input_ids)
         elif self._experts is not None:
@@ -266,7 +277,7 @@ class VLLMStepper:
         seed = sample.seed
         if self._is_cpu and seed is None:
             seed = int(self._seeds.integers(2**63))
-        return VLLMSamplingParams(
+        params = VLLMSamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -278,6 +289,9 @@ class VLLMStepper:
             detokenize=False,
             skip_clone=True,
         )
+        if sampling.structure is not None:
+            constrain(params, sampling.structure)
+        return params
 
     def _take(self, output: EngineCoreOutput) -> Sample | None:
         """Give the new tokens to their sample; the sample when it is finished."""
@@ -295,10 +309,10 @@ class VLLMStepper:
         if output.finish_reason is None:
             return None
         self._drop(output.request_id)
-        if output.finish_reason not in FINISH_REASONS:
+        sample.failure = failure_of(core_request)
+        if output.finish_reason not in FINISH_REASONS and sample.failure is None:
             raise RuntimeError(f"vLLM ended a request with {output.finish_reason!s}: {output.stop_reason}")
-        sample.finish_reason = FINISH_REASONS[output.finish_reason]
-        sample.num_preempted = core_request.num_preemptions
+        sample.finish_reason = FINISH_REASONS.get(output.finish_reason, "abort")
         return sample
 
     def _watch_progress(self, is_executed: bool) -> None:

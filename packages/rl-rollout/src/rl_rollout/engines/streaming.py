@@ -1,0 +1,180 @@
+"""Tokens while they are sampled."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rl_core.errors import EngineError, RLError
+from rl_rollout.engines.protocol import GenerateRequest, Generation, NewTokens, RolloutEngine
+
+
+async def stream(engine: RolloutEngine, request: GenerateRequest) -> AsyncIterator[NewTokens]:
+    """Generate, and give each sample's tokens as they come; its last ones have `NewTokens.ended`.
+
+    A slow consumer does not hold the engine up: what it has not asked for is joined into one piece a sample. The
+    request begins when the first piece is asked for. It is cancelled, wherever the engine is, when the iterator is
+    closed (`contextlib.aclosing`), dropped, or its task cancelled.
+
+    Raises:
+        EngineError: As `generate`; also where an engine dies that has given tokens, since these cannot be taken back.
+    """
+    tokens = TokenStream(engine, request)
+    try:
+        while tokens.num_open:
+            for piece in await tokens.next():
+                yield piece
+    finally:
+        await tokens.close()
+
+
+class TokenStream:
+    """A request under way, and what it gave since somebody asked; one task asks at a time.
+
+    Attributes:
+        num_open: Samples whose last tokens were not given yet.
+    """
+
+    def __init__(self, engine: RolloutEngine, request: GenerateRequest) -> None:
+        """Begin."""
+        self.num_open = request.num_samples
+        self._pieces: dict[int, list[NewTokens]] = {}
+        self._num_given = [0] * request.num_samples
+        self._untold = set(range(request.num_samples))
+        self._has_news = asyncio.Event()
+        self._running = asyncio.ensure_future(engine.generate(replace(request, on_tokens=self._take)))
+        self._running.add_done_callback(lambda _: self._has_news.set())
+
+    async def next(self) -> list[NewTokens]:
+        """What came since the last call, at least one piece, while some are open.
+
+        Raises:
+            EngineError: As `generate`.
+        """
+        while not self._pieces:
+            if self._running.done():
+                self._take_rest()
+                break
+            self._has_news.clear()
+            await self._has_news.wait()
+        pieces, self._pieces = self._pieces, {}
+        joined = [_joined(several) for several in pieces.values()]
+        self.num_open -= sum(piece.ended is not None for piece in joined)
+        return joined
+
+    async def close(self) -> None:
+        """Nobody asks any more: cancel what still runs."""
+        self._running.cancel()
+        await asyncio.wait([self._running])
+        if not self._running.cancelled():
+            self._running.exception()  # which nobody wants to know
+
+    def _take(self, piece: NewTokens) -> None:
+        self._pieces.setdefault(piece.sample_index, []).append(piece)
+        self._num_given[piece.sample_index] += len(piece.token_ids)
+        if piece.ended is not None:
+            self._untold.discard(piece.sample_index)
+        self._has_news.set()
+
+    def _take_rest(self) -> None:
+        """What the engine did not tell meanwhile, such as of a request that was aborted before its first token."""
+        samples = self._running.result()
+        for index in sorted(self._untold):
+            sample, begin = samples[index], self._num_given[index]
+            rest = NewTokens(
+                sample_index=index,
+                token_ids=sample.token_ids[begin:],
+                logprobs=sample.logprobs[begin:],
+                policy_versions=sample.policy_versions[begin:],
+                ended=sample,
+            )
+            self._take(rest)
+
+
+class HostedStreams:
+    """Streams of callers elsewhere, who ask for the tokens; what they have not asked for waits here."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        """There are none."""
+        self._engine = engine
+        self._streams: dict[str, TokenStream] = {}
+
+    async def begin(self, name: str, request: GenerateRequest) -> list[NewTokens]:
+        """Begin to generate under a name; gives the first tokens."""
+        self._streams[name] = TokenStream(self._engine, request)
+        return await self.more(name)
+
+    async def more(self, name: str) -> list[NewTokens]:
+        """What came since the last call.
+
+        Raises:
+            EngineError: As `generate`, or the stream is of an engine that was here before.
+        """
+        tokens = self._streams.get(name)
+        if tokens is None:
+            raise EngineError("the engine was started again since, and its streams are gone; ask again.")
+        is_over = True
+        try:
+            pieces = await tokens.next()
+            is_over = not tokens.num_open
+        finally:
+            if is_over:
+                self._streams.pop(name, None)
+        return pieces
+
+    async def drop(self, name: str) -> None:
+        """Cancel what nobody asks for any more."""
+        tokens = self._streams.pop(name, None)
+        if tokens is not None:
+            await tokens.close()
+
+
+async def generate_streamed(
+    call: Callable[..., Awaitable[Any]], request: GenerateRequest, on_tokens: Callable[[NewTokens], None]
+) -> list[Generation]:
+    """`generate` on an engine elsewhere that has `HostedStreams`.
+
+    Args:
+        call: Calls a method there: `begin_stream`, `more_tokens` or `drop_stream`.
+        request: What to generate.
+        on_tokens: Gets the tokens here.
+    """
+    name, ended = uuid.uuid4().hex, dict[int, Generation]()
+    try:
+        pieces = await call("begin_stream", name, replace(request, on_tokens=None))
+        while True:
+            for piece in pieces:
+                on_tokens(piece)
+                if piece.ended is not None:
+                    ended[piece.sample_index] = piece.ended
+            if len(ended) == request.num_samples:
+                return [ended[index] for index in range(request.num_samples)]
+            pieces = await call("more_tokens", name)
+    finally:
+        if len(ended) < request.num_samples:  # nobody wants the rest
+            dropping = asyncio.ensure_future(_drop(call, name))
+            _dropping.add(dropping)
+            dropping.add_done_callback(_dropping.discard)
+
+
+_dropping: set["asyncio.Future[None]"] = set()
+
+
+async def _drop(call: Callable[..., Awaitable[Any]], name: str) -> None:
+    with suppress(RLError):  # it may have died of this
+        await call("drop_stream", name)
+
+
+def _joined(pieces: Sequence[NewTokens]) -> NewTokens:
+    if len(pieces) == 1:
+        return pieces[0]
+    return replace(
+        pieces[-1],
+        token_ids=np.concatenate([piece.token_ids for piece in pieces]),
+        logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+        policy_versions=np.concatenate([piece.policy_versions for piece in pieces]),
+    )

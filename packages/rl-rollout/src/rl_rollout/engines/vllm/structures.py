@@ -1,0 +1,116 @@
+"""Structures that responses follow, by llguidance, as a backend of vLLM's structured outputs."""
+
+import json
+import threading
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import llguidance.torch
+import torch
+from vllm import SamplingParams as VLLMSamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.request import Request
+from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
+
+from rl_core.errors import EngineError, SettingsError
+from rl_core.files import run_trial
+from rl_rollout.engines.protocol import Structure
+from rl_rollout.prompts.tokenizer import PromptTokenizer
+
+STRUCTURES = ("json_schema", "regex", "choices", "grammar")
+TRIAL = Path(__file__).parents[1] / "structure_trial.py"
+MAX_KEPT = 64
+"""Compiled structures that are kept: agents ask with the same ones again."""
+
+
+class StructuredOutputs:
+    """Compiles structures outside of the engine's thread, and gives vLLM a copy for each request."""
+
+    def __init__(self, model_dir: Path, vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
+        """Load nothing yet.
+
+        Args:
+            model_dir: Has the tokenizer.
+            vocab_size: Of the model.
+            end_token_ids: What ends a response.
+        """
+        self._model_dir = model_dir
+        self._vocab_size = vocab_size
+        self._end_token_ids = end_token_ids
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._matcher = lru_cache(MAX_KEPT)(self._compile)
+
+    def prepare(self, structure: Structure) -> None:
+        """Compile a structure, after a child of limited memory and time has.
+
+        Raises:
+            EngineError: It says nothing that can be followed, or is too large.
+        """
+        run_trial(
+            TRIAL,
+            {"grammar": _grammar(structure)},
+            files=(),
+            libraries=["llguidance"],
+            error=EngineError,
+            what=f"the structure's {structure.kinds[0]}",
+        )
+        try:
+            with self._lock:
+                self._matcher(_grammar(structure))
+        except SettingsError as error:
+            raise EngineError(f"structures need the model's tokenizer: {error}") from error
+
+    def compile_grammar(
+        self,
+        request_type: object,  # noqa: ARG002 - vLLM's interface
+        grammar_spec: str,
+        stop_token_ids: object = None,  # noqa: ARG002 - vLLM's interface
+    ) -> GuidanceGrammar:
+        """A request's own state in its structure; called by vLLM."""
+        with self._lock:
+            matcher = self._matcher(grammar_spec).deep_copy()
+        return GuidanceGrammar(matcher, self._tokenizer, self._vocab_size)
+
+    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+        """One bit a token; called by vLLM."""
+        mask: torch.Tensor = llguidance.torch.allocate_token_bitmask(max_num_seqs, self._vocab_size)
+        return mask
+
+    def destroy(self) -> None:
+        """Nothing is held; called by vLLM."""
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+        if self._tokenizer is None:
+            fast = PromptTokenizer.load(self._model_dir).as_json
+            self._tokenizer = llguidance.LLTokenizer(
+                fast, n_vocab=self._vocab_size, eos_token=list(self._end_token_ids) or None
+            )
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.get_error():
+            raise EngineError(f"the structure cannot be followed with this model's tokens: {matcher.get_error()}")
+        return matcher
+
+
+def constrain(params: VLLMSamplingParams, structure: Structure) -> None:
+    """Ask vLLM for a structure, by the text under which it was prepared."""
+    params.structured_outputs = StructuredOutputsParams(grammar=_grammar(structure))
+
+
+def failure_of(request: Request) -> str | None:
+    """Why a response that has ended does not have its structure; a part of one that was cut off is none."""
+    asked: Any = request.structured_output_request
+    error = asked.grammar.ll_matcher.get_error() if asked is not None else ""
+    return f"the structure could not be followed to its end: {error.partition(chr(10))[0]}" if error else None
+
+
+def _grammar(structure: Structure) -> str:
+    if structure.json_schema is not None:
+        return str(llguidance.LLMatcher.grammar_from_json_schema(structure.json_schema))
+    if structure.regex is not None:
+        return str(llguidance.grammar_from("regex", structure.regex))
+    if structure.choices:
+        return str(llguidance.grammar_from("choice", json.dumps(structure.choices)))
+    return str(llguidance.grammar_from("grammar", structure.grammar or ""))
