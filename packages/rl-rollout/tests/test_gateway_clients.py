@@ -6,10 +6,11 @@ import anthropic
 import httpx
 import openai
 import pytest
-from chat_model import CHATML, THINKING, TOOLS, in_turn
+from chat_model import CHATML, THINKING, TOOLS, encode, in_turn, make_tokenizer
 from gateway_site import gateway_site, run
 
-from rl_rollout.engines.protocol import SamplingParams
+from rl_rollout.engines.protocol import EngineTraits, SamplingParams
+from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.gateway.service import ServiceOptions
 
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1.0}}</tool_call>'
@@ -188,6 +189,8 @@ def test_alone_the_client_decides():
     [
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"stop": ["\n"]}, "stop"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"extra_body": {"best_of": 3}}, "best_of"),
         ({"temperature": 3}, "temperature"),
@@ -232,5 +235,112 @@ def test_a_context_that_is_full_has_the_code_that_agents_look_for():
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "x" * 100_000}])
             assert caught.value.code == "context_length_exceeded"
+
+    run(talk)
+
+
+def paced(*texts, **traits):
+    """An engine that gives its next token when it is let go on."""
+    tokenizer = make_tokenizer()
+    steps = asyncio.Semaphore(0)
+    said = iter(texts)
+    engine = ScriptedEngine(
+        lambda *_: encode(tokenizer, next(said) + "<|im_end|>").tolist(),
+        end_token_ids=[tokenizer.eos_token_id],
+        traits=EngineTraits(name="paced", max_model_len=4096, vocab_size=1 << 20, **traits),
+        decode=tokenizer.decoder(),
+        pace=lambda *_: steps.acquire(),
+    )
+    return engine, steps
+
+
+def test_tokens_reach_the_client_as_they_are_sampled_but_for_calls():
+    async def talk():
+        engine, steps = paced(f"<think>a b</think>c d{CALL}")
+        async with gateway_site(None, engine=engine) as gateway:
+            session = gateway.open("p")
+            async with openai_client(gateway, session) as client:
+                stream = await client.chat.completions.create(model="any", messages=[USER], tools=TOOLS, stream=True)
+                seen = []
+                async for chunk in stream:
+                    delta = chunk.choices[0].delta
+                    seen += [said for said in (delta.content, delta.model_extra.get("reasoning_content")) if said]
+                    seen += delta.tool_calls or []
+                    assert len(seen) > 4 or session.running
+                    for _ in range(100 if len(seen) > 3 else 8):
+                        steps.release()
+            assert "".join(seen[:-1]) == "a bc d"
+            assert len(seen) >= 4
+            assert seen[-1].function.name == "add"
+            _, texts = await finished(gateway, session)
+            assert texts == [f"<think>a b</think>c d{CALL}<|im_end|>"]
+
+    run(talk)
+
+
+def test_a_client_that_leaves_a_stream_stops_the_engine_and_trains_nothing():
+    async def talk():
+        engine, steps = paced("a long story", "3")
+        async with gateway_site(None, engine=engine) as gateway:
+            session = gateway.open("p")
+            async with openai_client(gateway, session) as client:
+                steps.release()
+                stream = await client.chat.completions.create(model="any", messages=[USER], stream=True)
+                async for chunk in stream:
+                    if chunk.choices[0].delta.content:
+                        break
+                await stream.close()
+                while session.running or not session.counts["abandoned_tokens"]:
+                    await asyncio.sleep(0.005)
+                assert session.counts["abandoned_tokens"] == 1
+                for _ in range(9):
+                    steps.release()
+                await client.chat.completions.create(model="any", messages=[USER])
+            _, texts = await finished(gateway, session)
+            assert texts == ["3<|im_end|>"]
+
+    run(talk)
+
+
+def test_a_stop_string_is_not_shown_and_its_token_trains():
+    async def talk():
+        engine, steps = paced("one\n\ntwo", "one\n\ntwo", "bye")
+        for _ in range(60):
+            steps.release()
+        async with gateway_site(None, engine=engine) as gateway:
+            session = gateway.open("p")
+            async with anthropic_client(gateway, session) as client:
+                fields = {"model": "any", "max_tokens": 90, "stop_sequences": ["\n\n", "x"]}
+                message = await client.messages.create(messages=[USER], **fields)
+                assert (message.content[0].text, message.stop_reason) == ("one", "stop_sequence")
+                assert message.stop_sequence == "\n\n"
+                async with client.messages.stream(messages=[USER], **fields) as stream:
+                    streamed = await stream.get_final_message()
+                assert (streamed.content[0].text, streamed.stop_sequence) == ("one", "\n\n")
+                history = [USER, {"role": "assistant", "content": "one"}, {"role": "user", "content": "?"}]
+                await client.messages.create(messages=history, **fields)
+            (row,), texts = await finished(gateway, session)
+            assert texts == ["one\n\nbye<|im_end|>"]
+            (whole,) = make_tokenizer().decode([row.input_ids], skip_special_tokens=False)
+            assert "one\n\n<|im_end|>\n<|im_start|>user\n?" in whole
+
+    run(talk)
+
+
+def test_a_structure_is_followed_where_nothing_trains():
+    async def talk():
+        engine, steps = paced("{}", "{}", structures=("json_schema",))
+        for _ in range(60):
+            steps.release()
+        async with gateway_site(None, engine=engine) as gateway:
+            session = gateway.open("p")
+            schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+            async with openai_client(gateway, session) as client:
+                asked = {"model": "any", "messages": [USER], "response_format": schema}
+                with pytest.raises(openai.BadRequestError, match="cannot train"):
+                    await client.chat.completions.create(**asked)
+                await client.chat.completions.create(**asked, extra_headers={"x-rl-train": "false"})
+            assert engine.requests[0].sampling.structure.json_schema == '{"type": "object"}'
+            assert (await gateway.finish(session)).failure == "the agent asked for nothing that trains"
 
     run(talk)

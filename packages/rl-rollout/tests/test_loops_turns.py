@@ -68,6 +68,7 @@ def reply(template, *replies, role="tool", special=SPECIAL, end="<|im_end|>", en
         (TEXT_ARGUMENTS, {}, "<|im_start|>tool\n3<|im_end|><|im_start|>assistant\n"),
         (NO_CALLS, {}, "[tool]3<|im_end|>[assistant]"),
         # ended by a token that the template does not write: its own end follows
+        (CHATML, {"end": "\n"}, "<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"),  # a limit cut it
         (CHATML, {"end": "<|endoftext|>"}, "<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"),
     ],
 )

@@ -9,18 +9,18 @@ from anthropic.types import Message
 from rl_core.data import Json
 from rl_rollout.gateway.chat_completions import tool_schema
 from rl_rollout.gateway.messages import Call, ChatMessage
-from rl_rollout.gateway.refusals import RefusedError, refuse_field
+from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.sampling import read_wishes
 from rl_rollout.gateway.service import Answer, Ask
 from rl_rollout.gateway.tree import Sample
 
 READ = {
     "messages", "model", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "temperature",
-    "top_p", "top_k",
+    "top_p", "top_k", "output_config",
 }  # fmt: skip
 WITHOUT_EFFECT = (
-    "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "output_config", "service_tier",
-    "speed", "thinking", "user_profile_id", "workspace_id",
+    "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
+    "thinking", "user_profile_id", "workspace_id",
 )  # fmt: skip
 Event = tuple[str, dict[str, Json]]
 """Name and data of an event of a stream."""
@@ -39,16 +39,16 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
     for name, value in body.items():
         if value is not None and name not in READ and name not in WITHOUT_EFFECT:
             raise RefusedError(f"this server cannot honour {name}. Leave it out.", param=name)
-    if isinstance(body.get("output_config"), dict) and body["output_config"].get("format"):
-        refuse_field("output_config.format", body["output_config"]["format"], "left out: it cannot be honoured")
     if needs_limit and body.get("max_tokens") is None:
-        refuse_field("max_tokens", None, "an integer of at least 1")
+        raise refused_field("max_tokens", None, "an integer of at least 1")
     given = body.get("messages")
     if not isinstance(given, list) or not given:
-        refuse_field("messages", given, "a list of at least one message")
+        raise refused_field("messages", given, "a list of at least one message")
     messages = [one for index, each in enumerate(given) for one in _messages(each, f"messages[{index}]")]
     if messages[-1].role == "assistant":
-        refuse_field("messages", "an assistant's message at the end", "ended by a user's message: nothing is prefilled")
+        raise refused_field(
+            "messages", "an assistant's message at the end", "ended by a user's message: nothing is prefilled"
+        )
     if body.get("system"):
         system = _texts(body["system"], "system")
         messages.insert(0, ChatMessage(role="system", content=system))
@@ -56,7 +56,13 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
         messages=tuple(messages),
         tools=_tools(body),
         may_call=_choice(body) == "auto",
-        wishes=read_wishes(body, max_tokens="max_tokens", stop="stop_sequences", without_effect=WITHOUT_EFFECT),
+        wishes=read_wishes(
+            body,
+            max_tokens="max_tokens",
+            stop="stop_sequences",
+            without_effect=WITHOUT_EFFECT,
+            schema=_schema(body),
+        ),
     )
 
 
@@ -71,6 +77,7 @@ def messages_response(answer: Answer, *, model: str) -> Message:
             "model": model,
             "content": _blocks(sample),
             "stop_reason": _stop_reason(sample),
+            "stop_sequence": sample.generation.matched_stop,
             "usage": {"input_tokens": answer.num_prompt_tokens, "output_tokens": len(sample.generation.token_ids)},
         }
     )
@@ -138,7 +145,7 @@ def end_events(answer: Answer, blocks: BlockEvents) -> Iterator[Event]:
     for call in sample.message.calls:
         yield from blocks.call(call)
     yield from blocks.close()
-    delta = {"stop_reason": _stop_reason(sample), "stop_sequence": None}
+    delta = {"stop_reason": _stop_reason(sample), "stop_sequence": sample.generation.matched_stop}
     usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": len(sample.generation.token_ids)}
     yield "message_delta", {"type": "message_delta", "delta": delta, "usage": usage}
     yield "message_stop", {"type": "message_stop"}
@@ -162,6 +169,8 @@ def _blocks(sample: Sample) -> list[dict[str, Json]]:
 def _stop_reason(sample: Sample) -> str:
     if sample.message.calls:
         return "tool_use"
+    if sample.generation.matched_stop is not None:
+        return "stop_sequence"
     return "max_tokens" if sample.generation.finish_reason == "length" else "end_turn"
 
 
@@ -169,11 +178,11 @@ def _messages(message: Json, where: str) -> Iterator[ChatMessage]:
     """A message as the chat template's: results of tools are messages of their own, before the user's text."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
-        refuse_field(f"{where}.role", role, '"user" or "assistant"')
+        raise refused_field(f"{where}.role", role, '"user" or "assistant"')
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-        refuse_field(f"{where}.content", content, "a text or a list of blocks")
+        raise refused_field(f"{where}.content", content, "a text or a list of blocks")
     texts, thoughts, calls = [], [], []
     for index, block in enumerate(blocks):
         place, kind = f"{where}.content[{index}]", block.get("type")
@@ -190,7 +199,7 @@ def _messages(message: Json, where: str) -> Iterator[ChatMessage]:
             result = _texts(block.get("content") or "", f"{place}.content")
             yield ChatMessage(role="tool", content=result, call_id=str(block.get("tool_use_id") or ""))
         elif kind != "redacted_thinking":
-            refuse_field(f"{place}.type", kind, "text, thinking, tool_use or tool_result, in its role")
+            raise refused_field(f"{place}.type", kind, "text, thinking, tool_use or tool_result, in its role")
     if role == "assistant" or texts:
         yield ChatMessage(role=role, content="".join(texts), reasoning="".join(thoughts), calls=tuple(calls))
 
@@ -199,37 +208,50 @@ def _texts(content: Json, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        refuse_field(where, content, "a text or a list of text blocks")
+        raise refused_field(where, content, "a text or a list of text blocks")
     for index, block in enumerate(content):
         if not isinstance(block, dict) or block.get("type") != "text":
             kind = block.get("type") if isinstance(block, dict) else block
-            refuse_field(f"{where}[{index}].type", kind, '"text": this policy reads text alone')
+            raise refused_field(f"{where}[{index}].type", kind, '"text": this policy reads text alone')
     return "\n".join(_text(block, "text", f"{where}[{index}]") for index, block in enumerate(content))
 
 
 def _text(block: Mapping[str, Json], name: str, where: str) -> str:
     text = block.get(name)
     if not isinstance(text, str):
-        refuse_field(f"{where}.{name}", text, "a text")
+        raise refused_field(f"{where}.{name}", text, "a text")
     return text
+
+
+def _schema(body: Mapping[str, Json]) -> Json:
+    """The schema that a response must follow; None where there is none."""
+    match body.get("output_config") or {}:
+        case {"format": {"type": "json_schema", "schema": dict(schema)}}:
+            return schema
+        case {"format": form} if form is not None:
+            raise refused_field("output_config.format", form, 'of type "json_schema", with a schema')
+        case dict():
+            return None
+        case config:
+            raise refused_field("output_config", config, "an object")
 
 
 def _choice(body: Mapping[str, Json]) -> Any:
     choice = body.get("tool_choice") or {"type": "auto"}
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind not in ("auto", "none"):
-        refuse_field("tool_choice.type", kind, '"auto" or "none": a model cannot be made to call a tool here')
+        raise refused_field("tool_choice.type", kind, '"auto" or "none": a model cannot be made to call a tool here')
     return kind
 
 
 def _tools(body: Mapping[str, Json]) -> tuple[Mapping[str, Json], ...]:
     tools = body.get("tools") or []
     if not isinstance(tools, list):
-        refuse_field("tools", tools, "a list of tools")
+        raise refused_field("tools", tools, "a list of tools")
     for index, tool in enumerate(tools):
         is_own = isinstance(tool, dict) and tool.get("type", "custom") in ("custom", None)
         if not is_own or not isinstance(tool.get("name"), str):
-            refuse_field(f"tools[{index}]", tool, "a tool of the client with name and input_schema")
+            raise refused_field(f"tools[{index}]", tool, "a tool of the client with name and input_schema")
     return tuple(
         tool_schema(name=one["name"], description=one.get("description"), parameters=one.get("input_schema"))
         for one in tools

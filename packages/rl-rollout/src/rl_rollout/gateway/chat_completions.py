@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from rl_core.data import Json
 from rl_rollout.gateway.messages import Call, ChatMessage
-from rl_rollout.gateway.refusals import RefusedError, refuse_field
+from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.sampling import read_wishes
 from rl_rollout.gateway.service import MAX_CHOICES, Answer, Ask
 from rl_rollout.gateway.tree import Sample
@@ -17,7 +17,7 @@ from rl_rollout.gateway.tree import Sample
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 READ = {
     "messages", "model", "tools", "tool_choice", "n", "stream", "stream_options", "max_tokens", "max_completion_tokens",
-    "temperature", "top_p", "top_k", "seed", "stop", "logprobs",
+    "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "response_format",
 }  # fmt: skip
 WITHOUT_EFFECT = (
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
@@ -28,7 +28,6 @@ NOTHING: Mapping[str, tuple[Json, ...]] = {
     "presence_penalty": (0,),
     "logit_bias": ({},),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
 }
 """Values of fields that ask for nothing; any other value is refused."""
@@ -49,16 +48,16 @@ def read_chat_request(body: Mapping[str, Json]) -> Ask:
             )
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        refuse_field("messages", messages, "a list of at least one message")
+        raise refused_field("messages", messages, "a list of at least one message")
     num_choices = body.get("n") or 1
     if not isinstance(num_choices, int) or not 1 <= num_choices <= MAX_CHOICES:
-        refuse_field("n", num_choices, f"an integer from 1 to {MAX_CHOICES}")
+        raise refused_field("n", num_choices, f"an integer from 1 to {MAX_CHOICES}")
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     return Ask(
         messages=tuple(_message(one, f"messages[{index}]") for index, one in enumerate(messages)),
         tools=_tools(body),
         may_call=(body.get("tool_choice") or "auto") == "auto",
-        wishes=read_wishes(body, max_tokens=limit, stop="stop", without_effect=WITHOUT_EFFECT),
+        wishes=read_wishes(body, max_tokens=limit, stop="stop", without_effect=WITHOUT_EFFECT, schema=_schema(body)),
         num_choices=num_choices,
     )
 
@@ -137,28 +136,28 @@ def text_of(content: Json, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        refuse_field(where, content, "a text or a list of text parts")
+        raise refused_field(where, content, "a text or a list of text parts")
     texts = []
     for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
             kind = part.get("type") if isinstance(part, dict) else part
-            refuse_field(f"{where}[{index}].type", kind, '"text": this policy reads and writes text alone')
+            raise refused_field(f"{where}[{index}].type", kind, '"text": this policy reads and writes text alone')
         text = part.get(part["type"])
         if not isinstance(text, str):
-            refuse_field(f"{where}[{index}].{part['type']}", text, "a text")
+            raise refused_field(f"{where}[{index}].{part['type']}", text, "a text")
         texts.append(text)
     return "".join(texts)
 
 
 def _message(message: Json, where: str) -> ChatMessage:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
-        refuse_field(
+        raise refused_field(
             f"{where}.role", message.get("role") if isinstance(message, dict) else message, f"one of {[*ROLES]}"
         )
     role: Any = ROLES[message["role"]]
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
-        refuse_field(f"{where}.tool_calls", calls, "a list of calls")
+        raise refused_field(f"{where}.tool_calls", calls, "a list of calls")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     return ChatMessage(
         role=role,
@@ -172,20 +171,36 @@ def _message(message: Json, where: str) -> ChatMessage:
 def _read_call(call: Json, where: str) -> Call:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        refuse_field(f"{where}.function", function, "an object with a name and arguments")
+        raise refused_field(f"{where}.function", function, "an object with a name and arguments")
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
-        refuse_field(f"{where}.function.arguments", arguments, "a JSON text")
+        raise refused_field(f"{where}.function.arguments", arguments, "a JSON text")
     return Call(name=function["name"], arguments=arguments, call_id=str(call.get("id") or ""))
+
+
+def _schema(body: Mapping[str, Json]) -> Json:
+    """The schema that a response must follow; None where there is none."""
+    form = body.get("response_format") or {"type": "text"}
+    match form:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+        case _:
+            raise refused_field(
+                "response_format", form, 'of type "text", "json_object", or "json_schema" with a schema'
+            )
 
 
 def _tools(body: Mapping[str, Json]) -> tuple[Mapping[str, Json], ...]:
     tools = body.get("tools") or []
     choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
-        refuse_field("tool_choice", choice, '"auto" or "none": a model cannot be made to call a tool here')
+        raise refused_field("tool_choice", choice, '"auto" or "none": a model cannot be made to call a tool here')
     if not isinstance(tools, list):
-        refuse_field("tools", tools, "a list of functions")
+        raise refused_field("tools", tools, "a list of functions")
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if (
@@ -193,7 +208,9 @@ def _tools(body: Mapping[str, Json]) -> tuple[Mapping[str, Json], ...]:
             or not isinstance(function.get("name"), str)
             or tool.get("type") != "function"
         ):
-            refuse_field(f"tools[{index}]", tool, 'an object with type "function" and a function that has a name')
+            raise refused_field(
+                f"tools[{index}]", tool, 'an object with type "function" and a function that has a name'
+            )
     return tuple(tool_schema(**{name: tool["function"].get(name) for name in SCHEMA_FIELDS}) for tool in tools)
 
 

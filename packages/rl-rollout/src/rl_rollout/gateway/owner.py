@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from rl_core.data import Json, Trajectory
 from rl_core.errors import SettingsError
-from rl_rollout.gateway.refusals import RefusedError, refuse_field
+from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.requests import in_words_of, read_json, secret_of
 from rl_rollout.gateway.sessions import Session, SessionLimits, same_secret
 from rl_rollout.loops.protocol import SessionResult
@@ -48,12 +48,12 @@ class OwnerRoutes:
         body = await self._body(request)
         group, index = body.get("group"), body.get("session_index", 0)
         if not isinstance(group, str) or not group:
-            refuse_field("group", group, "a text: the prompt that this is a session of")
+            raise refused_field("group", group, "a text: the prompt that this is a session of")
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-            refuse_field("session_index", index, "an integer of at least 0")
+            raise refused_field("session_index", index, "an integer of at least 0")
         metadata = body.get("metadata") or {}
         if not isinstance(metadata, dict):
-            refuse_field("metadata", metadata, "an object")
+            raise refused_field("metadata", metadata, "an object")
         session = self._gateway.open(group, index, limits=_limits(body.get("limits")), metadata=metadata)
         opened = {"id": session.session_id, "key": session.key, "base_url": self._gateway.url}
         return JSONResponse(opened, status_code=201)
@@ -97,7 +97,7 @@ def _limits(given: Json) -> SessionLimits:
     if given is None:
         return SessionLimits()
     if not isinstance(given, dict):
-        refuse_field("limits", given, "an object")
+        raise refused_field("limits", given, "an object")
     try:
         return SessionLimits(**given)
     except (SettingsError, TypeError) as error:

@@ -1,7 +1,7 @@
 """Requests that are refused, in the words of both providers."""
 
 from collections.abc import Mapping
-from typing import Literal, NoReturn
+from typing import Literal
 
 from rl_core.data import Json
 from rl_core.errors import RLError
@@ -67,13 +67,9 @@ class RefusedError(RLError, ValueError):
         return {"type": "error", "error": {"type": self.kind, "message": str(self)}}
 
 
-def refuse_field(name: str, found: object, expected: str) -> NoReturn:
-    """Refuse a field of a request.
-
-    Raises:
-        RefusedError: Always.
-    """
+def refused_field(name: str, found: object, expected: str) -> RefusedError:
+    """Says which field of a request is at fault, what it must be and what it is."""
     shown = repr(found)
-    raise RefusedError(
+    return RefusedError(
         f"{name} must be {expected}; found {shown if len(shown) <= 80 else shown[:77] + '...'}.", param=name
     )

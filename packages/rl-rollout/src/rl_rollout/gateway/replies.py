@@ -2,15 +2,17 @@
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_core.data import IntArray, Json
+from rl_rollout.engines.response_text import ResponseText
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.tools.parsers.markup import THINKING, THOUGHT
 from rl_rollout.tools.parsers.protocol import ParsedTurn, ToolParser
 
+NOTHING_SAID: Mapping[str, str] = {"reasoning": "", "content": ""}
 TAIL_TOKENS = 16
 """Tokens in which a prompt that opens the reasoning has done so."""
 
@@ -66,10 +68,22 @@ class ReplyReader:
         end = len(shown) if parsed.calls_at is None or not parsed.calls else max(parsed.calls_at, start)
         return _message(shown[start:end], reasoning, parsed)
 
-    def stream(self, *, is_reasoning: bool, tools: Sequence[Mapping[str, Json]]) -> "ReplyStream":
-        """What becomes the message of a turn that is being sampled."""
+    def streams(
+        self, num_choices: int, *, after: IntArray, tools: Sequence[Mapping[str, Json]], stop: Sequence[str]
+    ) -> list["ReplyStream"]:
+        """What becomes the messages of a turn that is being sampled; the arguments are those of `read`."""
         openings = () if self.parser is None else getattr(self.parser, "openings", None)
-        return ReplyStream(is_reasoning=is_reasoning, openings=openings if tools or openings is None else ())
+        is_reasoning = self.opens_reasoning(after)
+        tail = after[-TAIL_TOKENS:].tolist()
+        return [
+            ReplyStream(
+                self.tokenizer.response_text(tail, stop=stop),
+                is_reasoning=is_reasoning,
+                openings=openings if tools or openings is None else (),
+                end_token_ids=frozenset(self.ends),
+            )
+            for _ in range(num_choices)
+        ]
 
     def without_reasoning(self, token_ids: IntArray, *, after: IntArray) -> IntArray:
         """[K] int32 the tokens of a turn from its answer on; the same array where nothing was thought."""
@@ -116,44 +130,56 @@ def _opens_reasoning(tail: str) -> bool:
 
 
 class ReplyStream:
-    """What a client may see of a turn while it is sampled: always a beginning of the message that it will be."""
+    """What a client may see of a turn while it is sampled: always a beginning of the message that it will be.
 
-    def __init__(self, *, is_reasoning: bool, openings: Sequence[str] | None) -> None:
+    Attributes:
+        said: Of "reasoning" and "content", what was given so far.
+    """
+
+    def __init__(
+        self,
+        text: ResponseText,
+        *,
+        is_reasoning: bool,
+        openings: Sequence[str] | None,
+        end_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         """Begin with nothing.
 
         Args:
+            text: Of the turn.
             is_reasoning: The prompt has opened the reasoning.
             openings: What calls begin with; None where a turn cannot be told apart before its end.
+            end_token_ids: Tokens that end a turn, which a client does not see.
         """
-        self._is_reasoning = is_reasoning
-        self._openings = openings
+        self.said: Mapping[str, str] = NOTHING_SAID
+        self._is_reasoning, self._openings, self._end_token_ids = is_reasoning, openings, end_token_ids
+        self._response = text
         self._text = ""
-        self._said = {"reasoning": "", "content": ""}
 
-    def feed(self, text: str) -> Iterator[tuple[str, str]]:
-        """More of the turn's text; gives "reasoning" or "content", and what is new of it."""
-        self._text += text
+    def feed(self, token_ids: Sequence[int], *, has_ended: bool = False) -> list[tuple[str, str]]:
+        """More of the turn; gives "reasoning" or "content", and what is new of it."""
         if self._openings is None:
-            return
+            return []
+        shown = [token_id for token_id in token_ids if token_id not in self._end_token_ids]
+        self._text += self._response.feed(shown) + (self._response.finish() if has_ended else "")
         seen = self._text[: len(self._text) - _held_back(self._text, (THINKING, THOUGHT, *self._openings))]
         reasoning, start = split_reasoning(seen, is_open=self._is_reasoning)
         if not reasoning and THINKING.startswith(self._text.strip()[: len(THINKING)]):
-            return
+            return []
         content = seen[start:]
         ends = [end for opening in self._openings if (end := content.find(opening)) >= 0]
-        yield from self._new("reasoning", reasoning)
-        yield from self._new("content", content[: min(ends, default=len(content))].strip())
+        content = content[: min(ends, default=len(content))].strip()
+        now = ChatMessage(role="assistant", content=content, reasoning=reasoning)
+        pieces = unsaid(now, self.said)
+        self.said = {"reasoning": reasoning, "content": content}
+        return pieces
 
-    def rest(self, message: ChatMessage) -> Iterator[tuple[str, str]]:
-        """What is left of the whole message."""
-        yield from self._new("reasoning", message.reasoning)
-        yield from self._new("content", message.content)
 
-    def _new(self, kind: str, whole: str) -> Iterator[tuple[str, str]]:
-        said = self._said[kind]
-        if len(whole) > len(said) and whole.startswith(said):
-            self._said[kind] = whole
-            yield kind, whole[len(said) :]
+def unsaid(message: ChatMessage, said: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What of a message has not been said: "reasoning" or "content", and text."""
+    whole = {"reasoning": message.reasoning, "content": message.content}
+    return [(kind, text[len(said[kind]) :]) for kind, text in whole.items() if len(text) > len(said[kind])]
 
 
 def _held_back(text: str, marks: Sequence[str]) -> int:

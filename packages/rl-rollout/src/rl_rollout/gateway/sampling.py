@@ -1,13 +1,14 @@
 """Who decides how tokens are drawn: the run, or the client."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import field, replace
 from typing import Any, Literal
 
 from rl_core.data import Json
 from rl_core.record_fields import record
-from rl_rollout.engines.protocol import SamplingParams
-from rl_rollout.gateway.refusals import refuse_field
+from rl_rollout.engines.protocol import SamplingParams, Structure
+from rl_rollout.gateway.refusals import refused_field
 
 DecidedBy = Literal["run", "client"]
 
@@ -23,12 +24,14 @@ class Wishes:
         max_tokens: Most tokens of a response.
         drawing: Of `DRAWING`, the fields that it gave.
         stop: Strings that end a response.
+        structure: What a response must be.
         without_effect: Names of fields that it gave and that change nothing here.
     """
 
     max_tokens: int | None = None
     drawing: Mapping[str, Json] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
+    structure: Structure | None = None
     without_effect: tuple[str, ...] = ()
 
 
@@ -56,11 +59,18 @@ def decide(
     if wishes.max_tokens is not None and wishes.max_tokens > longest:
         overridden["max_tokens"] = f"{wishes.max_tokens}->{longest}"
     max_tokens = longest if wishes.max_tokens is None else min(wishes.max_tokens, longest)
-    stops = {"stop": wishes.stop} if wishes.stop else {}
-    return replace(own, max_tokens=max_tokens, **stops, **chosen), overridden
+    stops = tuple(dict.fromkeys((*own.stop, *wishes.stop)))
+    return replace(own, max_tokens=max_tokens, stop=stops, structure=wishes.structure, **chosen), overridden
 
 
-def read_wishes(body: Mapping[str, Json], *, max_tokens: str, stop: str, without_effect: tuple[str, ...]) -> Wishes:
+def read_wishes(
+    body: Mapping[str, Json],
+    *,
+    max_tokens: str,
+    stop: str,
+    without_effect: tuple[str, ...],
+    schema: Json = None,
+) -> Wishes:
     """The wishes in a request.
 
     Args:
@@ -68,30 +78,32 @@ def read_wishes(body: Mapping[str, Json], *, max_tokens: str, stop: str, without
         max_tokens: Its field for the most tokens.
         stop: Its field for stop strings.
         without_effect: Its fields that change nothing here.
+        schema: The JSON schema that a response must follow, wherever the request has it.
 
     Raises:
         RefusedError: A field cannot be what it is.
     """
     limit = body.get(max_tokens)
     if limit is not None and (not _is_int(limit) or limit < 1):
-        refuse_field(max_tokens, limit, "an integer of at least 1")
+        raise refused_field(max_tokens, limit, "an integer of at least 1")
     ranges: dict[str, tuple[float, float]] = {"temperature": (0, 2), "top_p": (0, 1)}
     for name, (low, high) in ranges.items():
         value = body.get(name)
         if value is not None and not (_is_number(value) and low <= value <= high):
-            refuse_field(name, value, f"a number from {low} to {high}")
+            raise refused_field(name, value, f"a number from {low} to {high}")
     for name, least in (("top_k", 1), ("seed", 0)):
         value = body.get(name)
         if value is not None and not (_is_int(value) and least <= value < 2**52):
-            refuse_field(name, value, f"an integer of at least {least}")
+            raise refused_field(name, value, f"an integer of at least {least}")
     stops = body.get(stop) or []
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or len(stops) > 16 or not all(isinstance(one, str) and one for one in stops):
-        refuse_field(stop, stops, "a text, or a list of at most 16 texts")
+        raise refused_field(stop, stops, "a text, or a list of at most 16 texts")
     return Wishes(
         max_tokens=limit,
         drawing={name: body[name] for name in DRAWING if body.get(name) is not None},
         stop=tuple(stops),
+        structure=None if schema is None else Structure(json_schema=json.dumps(schema)),
         without_effect=tuple(name for name in without_effect if body.get(name) is not None),
     )
 

@@ -12,7 +12,7 @@ from rl_core.data import Json
 from rl_core.errors import MissingExtraError, NotReadyError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
-from rl_rollout.gateway.refusals import refuse_field
+from rl_rollout.gateway.refusals import refused_field
 from rl_rollout.gateway.service import Ask, Live, PolicyService, ServiceOptions
 from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
 from rl_rollout.loops.protocol import SessionResult
@@ -232,7 +232,7 @@ class Gateway:
             return _json(whole.model_dump_json(exclude_unset=True), answer.overridden, answer.deliver)
         options = body.get("stream_options") or {}
         if not isinstance(options, dict):
-            refuse_field("stream_options", options, "an object")
+            raise refused_field("stream_options", options, "an object")
         live = await self.service.begin(session, ask)
         events = chat_stream(
             live,

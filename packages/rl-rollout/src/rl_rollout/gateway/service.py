@@ -13,11 +13,11 @@ import structlog
 from rl_core.data import IntArray, Json
 from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.record_fields import record, settings_record
-from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
+from rl_rollout.engines.protocol import GenerateRequest, Generation, NewTokens, RolloutEngine
 from rl_rollout.gateway.encoding import ConversationEncoder
 from rl_rollout.gateway.messages import ChatMessage, context_digests
 from rl_rollout.gateway.refusals import RefusedError
-from rl_rollout.gateway.replies import ReplyReader, ReplyStream
+from rl_rollout.gateway.replies import NOTHING_SAID, ReplyReader, ReplyStream, unsaid
 from rl_rollout.gateway.sampling import DecidedBy, Wishes, decide
 from rl_rollout.gateway.sessions import Session
 from rl_rollout.gateway.tree import Place, Sample, Turn, digest_of
@@ -121,6 +121,17 @@ class Live:
         self.name, self.num_prompt_tokens, self.overridden = name, num_prompt_tokens, overridden
         self.news.set()
 
+    def read_along(self, streams: Sequence[ReplyStream]) -> None:
+        """Take what the engine gives, one stream a choice."""
+        self._streams = list(streams)
+
+    def feed(self, new: NewTokens) -> None:
+        """Take tokens of one choice."""
+        pieces = self._streams[new.sample_index].feed(new.token_ids.tolist(), has_ended=new.ended is not None)
+        self._pieces += ((new.sample_index, *piece) for piece in pieces)
+        if self._pieces:
+            self.news.set()
+
     def take(self) -> list[tuple[int, str, str]]:
         """What is new: choice, "reasoning" or "content", and text."""
         pieces, self._pieces = self._pieces, []
@@ -129,8 +140,8 @@ class Live:
     def take_rest(self, answer: Answer) -> list[tuple[int, str, str]]:
         """All that has not been taken of the messages."""
         for index, sample in enumerate(answer.samples):
-            stream = self._streams[index] if self._streams else ReplyStream(is_reasoning=False, openings=None)
-            self._pieces += ((index, *piece) for piece in stream.rest(sample.message))
+            said = self._streams[index].said if self._streams else NOTHING_SAID
+            self._pieces += ((index, *piece) for piece in unsaid(sample.message, said))
         return self.take()
 
 
@@ -179,6 +190,7 @@ class PolicyService:
         self._encoder = ConversationEncoder(tokenizer, end_token_ids=self._stop_token_ids)
         self._reader = ReplyReader.of(tokenizer, parser, self._stop_token_ids)
         self._logged: set[str] = set()
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def begin(self, session: Session, ask: Ask) -> Live:
         """Begin to answer a request, for a client that reads along; it is cancelled by its `answer`.
@@ -248,6 +260,7 @@ class PolicyService:
                     param="messages",
                     code="context_length_exceeded",
                 )
+            self._check_means(ask)
             sampling, overridden = decide(
                 ask.wishes, session.sampling(number), decided_by=self.options.decided_by, room=room
             )
@@ -258,8 +271,12 @@ class PolicyService:
                 sampling=replace(sampling, stop_token_ids=stops),
                 num_samples=ask.num_choices,
                 request_id=name,
+                on_tokens=None if live is None else live.feed,
             )
             if live is not None:
+                new_ids, tools = request.turn.new_ids, ask.tools if ask.may_call else ()
+                streams = self._reader.streams(ask.num_choices, after=new_ids, tools=tools, stop=sampling.stop)
+                live.read_along(streams)
                 live.begin(name.replace("/", "-"), len(request.input_ids), overridden)
             generations, engine_s = await self._generate(request, engine_request)
             samples = [self._keep(request, generation, engine_s) for generation in generations]
@@ -269,6 +286,28 @@ class PolicyService:
                 samples=samples,
                 num_prompt_tokens=len(request.input_ids),
                 overridden=overridden,
+            )
+
+    def _check_means(self, ask: Ask) -> None:
+        """Refuse what the engine cannot do, or what cannot train.
+
+        Raises:
+            RefusedError: Names the field.
+        """
+        traits, wishes = self.engine.traits, ask.wishes
+        if wishes.stop and not traits.can_match_text:
+            raise RefusedError("this engine cannot end a response at stop strings. Leave stop out.", param="stop")
+        if wishes.structure is None:
+            return
+        if not set(wishes.structure.kinds) <= set(traits.structures):
+            raise RefusedError(
+                "this engine cannot follow a structure. Leave response_format out.", param="response_format"
+            )
+        if self.options.decided_by == "run" and ask.trains:
+            raise RefusedError(
+                "what is sampled under a structure cannot train: its logprobs are those of another distribution. Leave "
+                "response_format out, or send the header x-rl-train: false.",
+                param="response_format",
             )
 
     def _placed(self, session: Session, ask: Ask, number: int) -> _Request:
@@ -310,7 +349,9 @@ class PolicyService:
         try:
             generations = await asyncio.shield(task)
         except asyncio.CancelledError:
-            await self._abandon(session, task, str(asked.request_id))
+            ending = asyncio.ensure_future(self._abandon(session, task, str(asked.request_id)))
+            self._ending.add(ending)  # on its own: a request may be cancelled twice
+            ending.add_done_callback(self._ending.discard)
             raise
         except RLError as error:
             session.faults[digest] = str(error)
@@ -328,7 +369,7 @@ class PolicyService:
         """End a request whose client has gone."""
         self._count(session, "disconnected")
         try:
-            await asyncio.shield(self.engine.abort([request_id]))
+            await self.engine.abort([request_id])
             generations = await task
         except RLError:
             return
@@ -337,7 +378,8 @@ class PolicyService:
     def _keep(self, request: _Request, generation: Generation, engine_s: float) -> Sample:
         ask, session = request.ask, request.session
         tools = ask.tools if ask.may_call else ()
-        message = self._reader.read(generation.token_ids, after=request.turn.new_ids, tools=tools)
+        stop = generation.matched_stop
+        message = self._reader.read(generation.token_ids, after=request.turn.new_ids, tools=tools, stop=stop)
         kept = generation.token_ids
         if self.options.reasoning == "drop":
             kept = self._reader.without_reasoning(kept, after=request.turn.new_ids)
@@ -349,7 +391,7 @@ class PolicyService:
             kept_ids=kept,
             request_index=request.number,
             generate_s=engine_s / ask.num_choices,
-            never_trains=not ask.trains or ask.wishes.max_tokens == 1,
+            never_trains=not ask.trains or ask.wishes.max_tokens == 1 or ask.wishes.structure is not None,
             is_delivered=False,
         )
         session.tree.add(sample, request.digests)

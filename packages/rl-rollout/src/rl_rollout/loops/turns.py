@@ -83,6 +83,8 @@ class ChatTurns:
         self._tools = list(tools)
         own = tokenizer.eos_token_id
         self._end_token_ids = frozenset({*end_token_ids, *(() if own is None else (own,))})
+        special = (tokenizer.token_id(token) for token in tokenizer.special_tokens)
+        self._may_end = self._end_token_ids.union(token_id for token_id in special if token_id is not None)
         self.control_tokens = re.compile("|".join(re.escape(token) for token in tokenizer.special_tokens) or r"(?!)")
         if not tokenizer.has_chat_template:
             raise SettingsError(
@@ -142,7 +144,7 @@ class ChatTurns:
         """
         tail = self._encode(self._tail(messages, calls))
         ends = np.flatnonzero(tail == last_token)
-        if len(ends):
+        if len(ends) and last_token in self._may_end:  # a turn that a limit cut may end with any token
             return tail[ends[0] + 1 :]
         ends = np.flatnonzero(np.isin(tail, list(self._end_token_ids)))
         return tail[ends[0] :]  # ended by a token that the template does not write, which then follows
