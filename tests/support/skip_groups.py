@@ -11,7 +11,7 @@ from rl_rollout.rollout import GroupResult
 
 VOCABULARY = 150_000
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
-RECORD_FIELDS = ("prompt_uid", "session_index", "output_index", "finish_reason", "timings")
+RECORD_FIELDS = ("prompt_uid", "session_index", "output_index", "parent", "finish_reason", "timings")
 PROMPT_FIELDS = ("uid", "data_source")
 
 

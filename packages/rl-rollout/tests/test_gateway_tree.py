@@ -1,8 +1,12 @@
 """The tree of a session: what was sampled stays as it was, and each token trains once, in its own context."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from chat_model import CHATML, THINKING, TOOLS, encode, make_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rl_core.errors import DataError
 from rl_rollout.engines.protocol import Generation
@@ -272,3 +276,33 @@ def test_a_long_history_is_neither_rendered_nor_encoded_again_and_takes_little_m
     assert talk.num_encoded + sum(len(sample.generation.token_ids) for sample in talk.tree.samples) == len(
         row.input_ids
     )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_whatever_an_agent_does_each_token_trains_at_most_once_in_its_own_context(data):
+    talk = Talk(keeps_reasoning=data.draw(st.booleans()))
+    histories = [[user("a")]]
+    for number in range(data.draw(st.integers(1, 8))):
+        history = data.draw(st.sampled_from(histories))
+        change = data.draw(st.sampled_from(["none", "edit", "compact", "forget reasoning"]))
+        if change == "edit":
+            place = data.draw(st.integers(0, len(history) - 1))
+            history = [*history[:place], replace(history[place], content=f"edited {number}"), *history[place + 1 :]]
+        elif change == "compact":
+            history = [user(f"so far {number}"), *history[-1:]]
+        elif change == "forget reasoning":
+            history = [replace(message, reasoning="") for message in history]
+        texts = data.draw(st.lists(st.sampled_from(["A", "<think>t</think>B", CALL]), min_size=1, max_size=2))
+        replies = talk.ask(history, *texts, tools=TOOLS, is_delivered=data.draw(st.booleans()))
+        for reply in replies if isinstance(replies, list) else [replies]:
+            following = user(f"u{data.draw(st.integers(0, 1))}")
+            if reply.calls:
+                following = ChatMessage(role="tool", content="3", call_id=reply.calls[0].call_id)
+            histories.append([*history, reply, following])
+    rows = talk.trajectories()  # audited
+    assert [row.output_index for row in rows] == list(range(len(rows)))
+    assert all(row.parent is None or row.parent < row.output_index for row in rows)
+    assert all(row.loss_mask.any() for row in rows)
+    trained = talk.tree.trained()
+    assert sum(int(row.loss_mask.sum()) for row in rows) == sum(len(one.generation.token_ids) for one in trained)

@@ -46,6 +46,7 @@ def rows(draw, place, *, reward):
         loss_mask=np.array(mask, dtype=bool),
         rollout_logprobs=np.array(draw(st.lists(LOGPROBS, min_size=length, max_size=length)), dtype=np.float32),
         policy_versions=np.array(versions, dtype=np.int32),
+        parent=draw(st.none() | st.integers(0, 3)),
         finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
         reward=draw(reward),
         reward_components=draw(st.dictionaries(TEXT, st.floats(), max_size=2)),

@@ -118,8 +118,11 @@ def completion_id(name: str) -> str:
 def usage(answer: Answer) -> dict[str, Json]:
     """Tokens of an answer."""
     sampled = sum(len(sample.generation.token_ids) for sample in answer.samples)
-    tokens = {"prompt_tokens": answer.num_prompt_tokens, "completion_tokens": sampled}
-    return CompletionUsage(**tokens, total_tokens=sum(tokens.values())).model_dump(exclude_none=True)
+    return CompletionUsage(
+        prompt_tokens=answer.num_prompt_tokens,
+        completion_tokens=sampled,
+        total_tokens=answer.num_prompt_tokens + sampled,
+    ).model_dump(exclude_none=True)
 
 
 def finish_reason(sample: Sample) -> str:

@@ -74,6 +74,8 @@ class OwnerRoutes:
             session.set_reward(body["reward"], body.get("components"))
         if body.get("failure"):
             session.failure = str(body["failure"])
+        if session.reward is None and session.failure is None:
+            session.failure = "its owner finished the session without a reward"
         result = await self._gateway.finish(session)
         if self._on_finished is not None:
             self._on_finished(session, result)

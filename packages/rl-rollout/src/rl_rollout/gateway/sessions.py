@@ -163,8 +163,8 @@ class Session:
         if failure is not None:
             return SessionResult(trajectories=rows, failure=failure)
         extras = {"session": self.session_id, **self.counts}
-        scored = {"reward": self.reward, "reward_components": self.reward_components}
-        *others, last = (replace(row, **scored) for row in rows)
+        components = self.reward_components
+        *others, last = (replace(row, reward=self.reward, reward_components=components) for row in rows)
         return SessionResult(trajectories=(*others, replace(last, extras={**last.extras, **extras})))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 from rl_rollout.gateway.anthropic_messages import BlockEvents, Event, end_events, message_id, start_event
 from rl_rollout.gateway.chat_completions import chunk, completion_id, last_chunks
@@ -67,8 +68,9 @@ async def _pieces(live: Live) -> AsyncIterator[Piece | None]:
         for piece in live.take():
             yield piece
         news = asyncio.ensure_future(live.news.wait())
+        either: set[asyncio.Future[Any]] = {live.answer, news}
         try:
-            done, _ = await asyncio.wait({live.answer, news}, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(either, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             news.cancel()
         if not done:
