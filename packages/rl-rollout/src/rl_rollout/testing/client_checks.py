@@ -23,7 +23,7 @@ from rl_rollout.engines.protocol import (
 from rl_rollout.engines.streaming import stream
 from rl_rollout.testing.engine_calls import PROMPT, generate, joined, long_request, refuses, short_request
 from rl_rollout.testing.generation_checks import TOLERANCE
-from rl_rollout.testing.reference_model import END, reference_logprobs
+from rl_rollout.testing.reference_model import EMOJI, END, reference_logprobs
 
 DEADLINE_S = 60.0
 STRUCTURES = (
@@ -78,14 +78,15 @@ class ClientChecks:
     def test_a_stream_that_is_left_leaves_the_others_alone(self, engine: RolloutEngine) -> None:
         alone = generate(engine, seed=6)[0].token_ids.tolist()
 
+        request = replace(long_request(engine), num_samples=8)
+
         async def leave() -> list[int]:
             async with asyncio.timeout(DEADLINE_S):
-                async with aclosing(stream(engine, long_request_many)) as pieces:
+                async with aclosing(stream(engine, request)) as pieces:
                     await anext(pieces)
                 tokens: list[int] = (await engine.generate(short_request(seed=6)))[0].token_ids.tolist()
                 return tokens
 
-        long_request_many = replace(long_request(engine), num_samples=8)
         assert asyncio.run(leave()) == alone
 
     def test_a_consumer_that_fails_fails_its_request_alone(self, engine: RolloutEngine) -> None:
@@ -95,10 +96,9 @@ class ClientChecks:
             raise ValueError("the consumer's own")
 
         async def both() -> list[list[Generation] | BaseException]:
-            failing = replace(short_request(seed=2), on_tokens=fail)
+            requests = [replace(short_request(seed=2), on_tokens=fail), short_request(seed=6)]
             async with asyncio.timeout(DEADLINE_S):
-                asked = (engine.generate(failing), engine.generate(short_request(seed=6)))
-                return await asyncio.gather(*asked, return_exceptions=True)
+                return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
 
         failed, other = asyncio.run(both())
         assert isinstance(failed, ValueError)
@@ -154,6 +154,10 @@ class ClientChecks:
                     assert json.loads(text)["a"] in (1, 2) if sample.finish_reason == "stop" else text[0] == "{"
                 else:
                     assert re.fullmatch(pattern, text)
+        if engine.traits.structures:  # bytes of one character are tokens of their own
+            (sample,) = generate(engine, structure=Structure(regex=f"a{EMOJI}b"), stop=(EMOJI,))
+            assert decode(sample.token_ids.tolist()) == f"a{EMOJI}"
+            assert sample.matched_stop == EMOJI
         with refuses("must have one kind; found regex, grammar"):
             generate(engine, structure=Structure(regex="a", grammar="start: a"))
 
