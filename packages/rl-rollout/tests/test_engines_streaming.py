@@ -1,13 +1,9 @@
 """Text and stop strings of tokens that come one by one, and streams of engines that die, go or are left."""
 
 import asyncio
-import os
 import random
-import signal
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,14 +11,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from rl_core.errors import EngineDiedError, EngineError
-from rl_rollout.engines.options import TransformersOptions
-from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, NewTokens, SamplingParams
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.response_text import ResponseText
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.engines.streaming import HostedStreams, generate_streamed, stream
-from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 PROMPT = np.array([5, 9, 14], dtype=np.int32)
 ASKED = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=100, seed=0))
@@ -117,15 +110,6 @@ def test_what_begins_in_the_prompt_does_not_match() -> None:
     character = "\N{GRINNING FACE}".encode()
     text = ResponseText(decode, list(character[:2]))
     assert text.feed(list(character[2:])) == "\N{GRINNING FACE}"  # its last bytes were sampled
-
-
-def test_a_tokenizer_gives_the_text_of_a_response(tied_model_dir: Path) -> None:
-    tokenizer = PromptTokenizer.load(tied_model_dir)
-    ids = np.random.default_rng(0).integers(0, 32, 200)
-    for skip in (True, False):
-        text = tokenizer.response_text([2, 3], skip_special_tokens=skip)
-        (whole,) = tokenizer.decode([ids], skip_special_tokens=skip)
-        assert text.feed(ids.tolist()) + text.finish() == whole
 
 
 # -- streams
@@ -247,26 +231,3 @@ def test_a_caller_elsewhere_that_goes_cancels_its_stream() -> None:
         return calls
 
     assert run(work) == ["begin_stream", "more_tokens", "drop_stream"]
-
-
-@pytest.mark.parametrize("max_restarts", [0, 1])
-def test_an_engine_killed_in_a_stream_fails_it_and_nothing_hangs(tied_model_dir: Path, max_restarts: int) -> None:
-    async def work() -> None:
-        engine = ProcessEngine(
-            "transformers",
-            tied_model_dir,
-            TransformersOptions(max_model_len=250),
-            host=EnginePlacement(environment={"OMP_NUM_THREADS": "1"}, max_restarts=max_restarts),
-        )
-        await engine.start()
-        try:
-            async with aclosing(stream(engine, replace(ASKED, num_samples=64))) as pieces:
-                await anext(pieces)
-                os.kill(engine.pid, signal.SIGKILL)
-                async for _ in pieces:
-                    pass
-        finally:
-            await engine.close()
-
-    with pytest.raises(EngineError, match=r"killed by signal SIGKILL|started again"):
-        asyncio.run(work())
