@@ -7,6 +7,7 @@ from rl_core.cluster import ClusterOptions, ResourcePool
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
+from rl_rollout.engines.streaming import stream
 from rl_rollout.testing.engine_calls import short_request
 
 
@@ -30,9 +31,9 @@ class Rollouter:
         return self._engine.pid
 
     async def generate(self) -> Any:
-        """A few tokens."""
-        (sample,) = await self._replicas.generate(short_request(seed=3))
-        return sample.token_ids.tolist()
+        """A few tokens, streamed."""
+        pieces = [piece async for piece in stream(self._replicas, short_request(seed=3))]
+        return [token for piece in pieces for token in piece.token_ids.tolist()]
 
     async def close(self) -> None:
         """End the engine."""

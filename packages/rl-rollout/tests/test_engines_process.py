@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from rl_core.weights.update import WeightUpdate
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.process import EngineCalls, EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
+from rl_rollout.engines.streaming import stream
 from rl_rollout.engines.transformers import TransformersEngine
 from rl_rollout.testing import EngineConformance, generate, refuses
 from rl_rollout.testing.engine_calls import PROMPT
@@ -91,6 +94,31 @@ def test_a_process_that_dies_fails_who_waits(tied_model_dir: Path) -> None:
     run(engine.close())
     with pytest.raises(NotReadyError, match="closed"):
         generate(engine)
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_an_engine_killed_in_a_stream_fails_it_and_nothing_hangs(tied_model_dir: Path, max_restarts: int) -> None:
+    async def work() -> None:
+        engine = ProcessEngine(
+            "transformers",
+            tied_model_dir,
+            TransformersOptions(max_model_len=250),
+            host=EnginePlacement(environment={"OMP_NUM_THREADS": "1"}, max_restarts=max_restarts),
+        )
+        await engine.start()
+        try:
+            sampling = SamplingParams(max_tokens=200)
+            request = GenerateRequest(input_ids=PROMPT, sampling=sampling, num_samples=64)
+            async with asyncio.timeout(60), aclosing(stream(engine, request)) as pieces:
+                await anext(pieces)
+                os.kill(engine.pid, signal.SIGKILL)
+                async for _ in pieces:
+                    pass
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineError, match=r"killed by signal SIGKILL|started again"):
+        asyncio.run(work())
 
 
 def test_weights_do_not_wait_for_a_process_that_is_started_again(tied_model_dir: Path) -> None:

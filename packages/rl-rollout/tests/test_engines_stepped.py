@@ -3,16 +3,18 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rl_core.errors import EngineError, MissingExtraError, NotReadyError
+from rl_core.errors import EngineDiedError, EngineError, MissingExtraError, NotReadyError
 from rl_core.weights.update import WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams, TokenScores
 from rl_rollout.engines.stepped import SteppedEngine
 from rl_rollout.engines.stepper import Sample
+from rl_rollout.engines.streaming import stream
 
 TRAITS = EngineTraits(name="counting", max_model_len=64, vocab_size=100, max_top_k=3)
 UPDATE = WeightUpdate(version=1, digests={}, tensors={})
@@ -268,3 +270,28 @@ def test_a_start_that_nobody_waits_for_is_closed_all_the_same(stepper: CountingS
 
     asyncio.run(give_up())
     assert stepper.num_closed == 1
+
+
+def test_a_stream_that_is_left_is_no_more_work(engine: SteppedEngine, stepper: CountingStepper) -> None:
+    async def leave() -> int:
+        async with asyncio.timeout(60):
+            async with aclosing(stream(engine, asking(7, max_tokens=50, num_samples=2))) as pieces:
+                piece = await anext(pieces)
+            await engine.generate(asking(8))  # the stepper drops samples before its next step
+            return len(piece.token_ids)
+
+    assert asyncio.run(leave()) < 50
+    assert len(stepper.removed) == 2
+    assert not stepper.running
+
+
+def test_a_stepper_that_fails_fails_its_streams(engine: SteppedEngine, stepper: CountingStepper) -> None:
+    stepper.fail_at_step = 3
+
+    async def read() -> None:
+        async with asyncio.timeout(60):
+            async for _ in stream(engine, asking(7, max_tokens=50)):
+                pass
+
+    with pytest.raises(EngineDiedError, match="out of memory"):
+        asyncio.run(read())

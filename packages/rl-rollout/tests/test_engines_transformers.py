@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from rl_core.errors import EngineError, NotReadyError
 from rl_core.weights.transports import SharedFileTransport
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
+from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.testing import EngineConformance, begin, generate
 from rl_rollout.testing.engine_calls import PROMPT, long_request
 
@@ -158,3 +160,12 @@ def test_the_code_of_a_model_folder_is_neither_run_nor_asked_about(tied_model_di
         started(folder)
     assert asked == []
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_tokenizer_gives_the_text_of_a_response(tied_model_dir: Path) -> None:
+    tokenizer = PromptTokenizer.load(tied_model_dir)
+    ids = np.random.default_rng(0).integers(0, 32, 200)
+    for skip in (True, False):
+        text = tokenizer.response_text([2, 3], skip_special_tokens=skip)
+        (whole,) = tokenizer.decode([ids], skip_special_tokens=skip)
+        assert text.feed(ids.tolist()) + text.finish() == whole

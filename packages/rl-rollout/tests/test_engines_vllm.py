@@ -16,8 +16,9 @@ from rl_core.weights.broadcast_group import BroadcastGroup
 from rl_core.weights.publish import ProofTolerances, check_receipt
 from rl_core.weights.transports import SharedFileTransport, TensorTransport
 from rl_core.weights.update import WeightUpdate
-from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
+from rl_rollout.engines.protocol import GenerateRequest, Generation, NewTokens, SamplingParams, Structure
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
+from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.testing import EngineConformance, generate, joined, reference_logprobs, refuses
 from rl_rollout.testing.engine_calls import PROMPT
 from rl_rollout.testing.reference_model import TIED_HEAD, perturbed, token_logprobs
@@ -145,6 +146,34 @@ def test_a_group_that_does_not_fit_is_served_in_turns(vllm_engine: VLLMEngine) -
     assert any(sample.num_preempted for sample in samples)
     for sample, row in zip(samples, asyncio.run(vllm_engine.score(sequences)), strict=True):
         np.testing.assert_allclose(sample.logprobs, row[40:], atol=1e-4)
+
+
+def test_streams_and_structures_survive_preemption(vllm_engine: VLLMEngine, tied_model_dir: Path) -> None:
+    """More samples than the KV cache holds, one of each prompt under a structure."""
+    tokenizer = PromptTokenizer.load(tied_model_dir)
+    free, bound = (
+        SamplingParams(max_tokens=80, seed=0, structure=structure) for structure in (None, Structure(regex="[ab]{40}"))
+    )
+    prompts = [np.random.default_rng(seed).integers(2, 32, 40).astype(np.int32) for seed in range(2)]
+    noted: list[list[NewTokens]] = [[], []]
+
+    async def ask_all() -> list[list[Generation]]:
+        requests = [
+            GenerateRequest(input_ids=prompt, sampling=(bound, *[free] * 39), num_samples=40, on_tokens=found.append)
+            for prompt, found in zip(prompts, noted, strict=True)
+        ]
+        return list(await asyncio.gather(*map(vllm_engine.generate, requests)))
+
+    groups = asyncio.run(ask_all())
+    assert any(sample.num_preempted for group in groups for sample in group)
+    for group, pieces in zip(groups, noted, strict=True):
+        (text,) = tokenizer.decode([group[0].token_ids])
+        assert set(text) == {"a", "b"}
+        assert len(text) == 40
+        for index, sample in enumerate(group):
+            own = [piece for piece in pieces if piece.sample_index == index]
+            assert np.concatenate([piece.token_ids for piece in own]).tolist() == sample.token_ids.tolist()
+            assert np.concatenate([piece.logprobs for piece in own]).tolist() == sample.logprobs.tolist()
 
 
 def test_the_process_is_left_as_it_was(started_vllm: Any) -> None:

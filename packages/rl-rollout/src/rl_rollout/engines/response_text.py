@@ -6,9 +6,12 @@ Decode = Callable[[list[int]], str]
 """Text of tokens, special ones included."""
 
 CONTEXT_TOKENS = 8
-"""What is decoded again before new tokens: more than a character's four bytes, and the word that decoders look back."""
-MAX_PENDING = 3
-"""Characters at the end that may be parts of one: decoders show its first bytes as one or as three U+FFFD."""
+"""Of the prompt, at most: one token decides on a space, and four are a character."""
+MAX_BYTES = 4
+"""Of a character, which may have a token for each."""
+MAX_WINDOW = 64
+"""Tokens that are decoded again, where they are no text."""
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class ResponseText:
@@ -31,7 +34,12 @@ class ResponseText:
         self._stop = tuple(stop)
         self._num_held = max(map(len, self._stop), default=1) - 1
         self._held = ""
-        self._set_window(list(prompt_ids[-CONTEXT_TOKENS:]))
+        self._window: list[int] = []  # tokens of the last whole characters, and those after them
+        self._num_whole = 0
+        self._num_taken = 0  # characters of the window's text
+        context = list(prompt_ids[-CONTEXT_TOKENS:])
+        ends = (context[-size:] for size in range(1, len(context)))
+        self._set_window(next((ids for ids in ends if decode(ids).strip(UNKNOWN)), context))
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """What may be shown now: no half character, nothing of a stop string, nor what may become one.
@@ -42,23 +50,38 @@ class ResponseText:
         for token_id in token_ids:
             if self.matched_stop is None:
                 self._window.append(token_id)
-                text = self._decode(self._window)
-                self._take(text, _num_settled(text))
+                self._search(self._new_text())
                 given.append(self._release(self._num_held))
         return "".join(given)
 
     def finish(self) -> str:
         """The rest, once there are no more tokens."""
         if self.matched_stop is None and self._window:
-            text = self._decode(self._window)
-            self._take(text, len(text))
+            self._search(self._decode(self._window)[self._num_taken :])
         return self._release(0)
 
-    def _take(self, text: str, end: int) -> None:
-        """Move new characters of the window's text to those that are held back, and search these."""
-        new, self._num_taken = text[self._num_taken : end], max(self._num_taken, end)
-        if len(self._window) > 2 * CONTEXT_TOKENS:
+    def _new_text(self) -> str:
+        """Characters that are whole, whatever follows."""
+        text = self._decode(self._window)
+        is_whole = not text.endswith(UNKNOWN)
+        begin, end = self._num_taken, len(text)
+        if not is_whole:  # a character's first bytes, or no text at all
+            num_tokens = len(self._window) - self._num_whole
+            end = _num_settled(text) if num_tokens >= MAX_BYTES else begin
+        self._num_taken = max(begin, end)
+        if is_whole and end > begin:
+            self._set_window(self._window[self._num_whole :])
+        elif len(self._window) > MAX_WINDOW:
             self._set_window(self._window[-CONTEXT_TOKENS:])
+            self._num_whole = 0
+        return text[begin:end]
+
+    def _set_window(self, token_ids: list[int]) -> None:
+        self._window, self._num_whole = token_ids, len(token_ids)
+        self._num_taken = _num_settled(self._decode(token_ids)) if token_ids else 0
+
+    def _search(self, new: str) -> None:
+        """Hold new characters back, up to a stop string in them."""
         if not new:
             return
         self._held += new
@@ -71,12 +94,8 @@ class ResponseText:
         given, self._held = self._held[:cut], self._held[cut:]
         return given
 
-    def _set_window(self, token_ids: list[int]) -> None:
-        self._window = token_ids
-        self._num_taken = _num_settled(self._decode(token_ids)) if token_ids else 0
-
 
 def _num_settled(text: str) -> int:
-    """How many characters stay as they are, whatever follows."""
-    num_pending = len(text) - len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-    return len(text) - min(num_pending, MAX_PENDING)
+    """How many characters stay as they are; decoders show a character's first bytes as one or as three U+FFFD."""
+    num_unknown = len(text) - len(text.rstrip(UNKNOWN))
+    return len(text) - min(num_unknown, MAX_BYTES - 1)

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from rl_core.errors import EngineError, RLError
 from rl_rollout.engines.protocol import GenerateRequest, Generation, NewTokens, RolloutEngine
 
 
-async def stream(engine: RolloutEngine, request: GenerateRequest) -> AsyncIterator[NewTokens]:
+async def stream(engine: RolloutEngine, request: GenerateRequest) -> AsyncGenerator[NewTokens, None]:
     """Generate, and give each sample's tokens as they come; its last ones have `NewTokens.ended`.
 
     A slow consumer does not hold the engine up: what it has not asked for is joined into one piece a sample. The
@@ -123,7 +123,7 @@ class HostedStreams:
             is_over = not tokens.num_open
         finally:
             if is_over:
-                self._streams.pop(name, None)
+                await self.drop(name)
         return pieces
 
     async def drop(self, name: str) -> None:

@@ -2,7 +2,7 @@
 
     class TestMyEngine(EngineConformance):
         @pytest.fixture
-        def model_dir(self): ...
+        def model_dir(self): ...  # with a tokenizer
 
         @pytest.fixture
         def engine(self, model_dir): ...  # started, serving model_dir in float32, max_model_len 64 or more
@@ -10,6 +10,7 @@
 Each check runs an event loop of its own on the engine it is given.
 """
 
+from rl_rollout.testing.client_checks import ClientChecks
 from rl_rollout.testing.engine_calls import begin, generate, joined, refuses
 from rl_rollout.testing.generation_checks import GenerationChecks
 from rl_rollout.testing.reference_model import make_tiny_model, reference_logprobs
@@ -19,5 +20,5 @@ from rl_rollout.testing.update_checks import UpdateChecks
 __all__ = ["EngineConformance", "begin", "generate", "joined", "make_tiny_model", "reference_logprobs", "refuses"]
 
 
-class EngineConformance(GenerationChecks, ScoringChecks, UpdateChecks):
+class EngineConformance(GenerationChecks, ClientChecks, ScoringChecks, UpdateChecks):
     """All checks."""

@@ -71,7 +71,7 @@ def processed(
 
 @converts_arguments
 def make_tiny_model(model_dir: Path, *, is_tied: bool, seed: int = 0, vocab_size: int = 32) -> Path:
-    """Write a random Qwen3 of 0.1M parameters in float32: end token 1, 256 positions, a tokenizer of bytes and pairs."""
+    """Write a random Qwen3 of 0.1M parameters in float32: end token 1, 256 positions, and its tokenizer."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -97,7 +97,7 @@ def make_tiny_model(model_dir: Path, *, is_tied: bool, seed: int = 0, vocab_size
 def _tiny_tokenizer(vocab_size: int) -> Tokenizer:
     """`CHARACTERS`, the bytes of `EMOJI`, pairs of characters, and no merges."""
     shown = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    singles = [text for text, _ in shown.pre_tokenize_str(CHARACTERS + EMOJI)][0]
+    ((singles, _),) = shown.pre_tokenize_str(CHARACTERS + EMOJI)
     pairs = [first + second for first in CHARACTERS for second in CHARACTERS]
     texts = ["<pad>", END, *singles, *pairs][:vocab_size]
     tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(texts)}, merges=[]))

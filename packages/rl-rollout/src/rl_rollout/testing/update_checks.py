@@ -19,7 +19,7 @@ from rl_core.weights import (
     WeightUpdate,
     check_receipt,
 )
-from rl_rollout.engines.protocol import Generation, RolloutEngine
+from rl_rollout.engines.protocol import Generation, NewTokens, RolloutEngine
 from rl_rollout.engines.publishing import publish_to
 from rl_rollout.testing.engine_calls import PROMPT, begin, generate, joined, long_request, refuses, short_request
 from rl_rollout.testing.generation_checks import TOLERANCE
@@ -76,6 +76,33 @@ class UpdateChecks:
             expected = token_logprobs(rows, sequence)[len(PROMPT) - 1 :]
             here = sample.policy_versions == version
             np.testing.assert_allclose(sample.logprobs[here], expected[here], atol=TOLERANCE)
+
+    def test_a_stream_goes_on_through_a_pause_and_new_weights(self, engine: RolloutEngine, model_dir: Path) -> None:
+        new = perturbed(load_file(model_dir / "model.safetensors"), scale=0.05)
+        request = replace(long_request(engine), num_samples=4)
+        noted: list[NewTokens] = []
+
+        async def update_midway() -> list[Generation]:
+            running = asyncio.ensure_future(engine.generate(replace(request, on_tokens=noted.append)))
+            async with asyncio.timeout(60):
+                while not noted:
+                    await asyncio.sleep(0)
+                await engine.pause()
+                await self.publish(engine, new, version=46)
+                await engine.resume()
+                return await running
+
+        self.restore(engine, model_dir)
+        try:
+            samples = asyncio.run(update_midway())
+        finally:
+            self.restore(engine, model_dir)
+        assert {version for sample in samples for version in sample.policy_versions.tolist()} == {0, 46}
+        for index, sample in enumerate(samples):
+            pieces = [piece for piece in noted if piece.sample_index == index]
+            for name in ("token_ids", "logprobs", "policy_versions"):
+                streamed = np.concatenate([getattr(piece, name) for piece in pieces]).tolist()
+                assert streamed == getattr(sample, name).tolist()
 
     def test_weights_swapped_in_a_pause_make_the_tokens_after_it(self, engine: RolloutEngine, model_dir: Path) -> None:
         """64 sequences under way: tokens of before are the old weights', those of after the new ones'."""
