@@ -22,10 +22,11 @@ from rl_rollout.gateway.sampling import DecidedBy, Wishes, decide
 from rl_rollout.gateway.sessions import Session
 from rl_rollout.gateway.tree import Place, Sample, Turn, digest_of
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.tools.parsers import resolve_parser
+from rl_rollout.tools.parsers import ToolParser, resolve_parser
 
 log = structlog.get_logger(__name__)
 
+VLLM = "vllm:"
 MAX_CHOICES = 16
 KEPT_OVERHEADS = 4096
 
@@ -36,7 +37,9 @@ class ServiceOptions:
 
     Attributes:
         decided_by: Who decides on temperature, top-p, top-k and seed: "run", as training needs, or "client".
-        tool_parser: Reads the model's calls: a name, or `path.py:Class`; None leaves them in the text.
+        tool_parser: Reads the model's calls: a name of ours, `path.py:Class`, or "vllm:NAME" for one of vLLM's; None
+            leaves them in the text.
+        reasoning_parser: Reads what the model thought: "vllm:NAME"; None reads `<think>`, and what `tool_parser` does.
         reasoning: "keep" leaves what was thought in later contexts, so that a conversation stays one trajectory;
             "drop" takes it out, and each turn that had some is a trajectory of its own.
         stop_tokens: Tokens that end a turn, beside the tokenizer's own end token.
@@ -44,8 +47,23 @@ class ServiceOptions:
 
     decided_by: DecidedBy = "run"
     tool_parser: str | None = "hermes"
+    reasoning_parser: str | None = None
     reasoning: Literal["keep", "drop"] = "keep"
     stop_tokens: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse parsers that do not go together.
+
+        Raises:
+            SettingsError: A parser of reasoning is not vLLM's, or stands beside one of ours.
+        """
+        if self.reasoning_parser is None:
+            return
+        names = (self.reasoning_parser, self.tool_parser or VLLM)
+        if not all(name.startswith(VLLM) for name in names):
+            raise SettingsError(
+                f'reasoning_parser must be "vllm:NAME", with tool_parser = None or "vllm:NAME"; found {names}.'
+            )
 
 
 @record
@@ -177,7 +195,7 @@ class PolicyService:
         Raises:
             SettingsError: The template cannot join turns, or an option names what is not there.
         """
-        parser = None if options.tool_parser is None else resolve_parser(options.tool_parser)
+        parser = _parser(options, tokenizer)
         stops = [tokenizer.token_id(token) for token in (parser.stop_tokens if parser else ())]
         for token in options.stop_tokens:
             stops.append(tokenizer.token_id(token))
@@ -428,6 +446,24 @@ class PolicyService:
     def overhead_ms(self, quantile: float) -> float:
         """Milliseconds of a turn beside the engine's, of the last turns; NaN before the first."""
         return float(np.quantile(self.overheads_ms, quantile)) if self.overheads_ms else float("nan")
+
+
+def _parser(options: ServiceOptions, tokenizer: PromptTokenizer) -> ToolParser | None:
+    named = options.tool_parser
+    if named is not None and not named.startswith(VLLM):
+        return resolve_parser(named)
+    if named is None and options.reasoning_parser is None:
+        return None
+    from rl_rollout.gateway.vllm_parsers import VLLMParser  # imports vLLM
+
+    reasoning, own = options.reasoning_parser, tokenizer.eos_token_id
+    ends = () if own is None else tokenizer.decode([[own]], skip_special_tokens=False)
+    return VLLMParser(
+        tokenizer,
+        calls=named and named.removeprefix(VLLM),
+        reasoning=reasoning and reasoning.removeprefix(VLLM),
+        ends=(*options.stop_tokens, *ends),
+    )
 
 
 def _first_difference(session: Session, place: Place, ask: Ask) -> str:

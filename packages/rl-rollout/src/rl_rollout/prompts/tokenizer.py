@@ -105,6 +105,11 @@ class PromptTokenizer:
         return cls(tokenizer, chat_template=chat_template, template_options=template_options)
 
     @property
+    def wrapped(self) -> Any:
+        """The transformers tokenizer, for libraries that take one."""
+        return self._tokenizer
+
+    @property
     def has_chat_template(self) -> bool:
         """True when messages can become text."""
         return bool(self._chat_template)

@@ -1,0 +1,106 @@
+"""vLLM's parsers of calls and of reasoning, for formats of models that we have none of."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from rl_core.data import Json
+from rl_core.errors import MissingExtraError, SettingsError
+from rl_core.registry import unknown_name
+from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.tools.parsers.protocol import ParsedTurn, read_arguments
+
+try:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tokenizers.hf import get_cached_tokenizer
+    from vllm.tool_parsers import ToolParserManager
+except ImportError as error:
+    raise MissingExtraError("vLLM's parsers need vLLM. Install rl-rollout[vllm] as the README says.") from error
+
+log = structlog.get_logger(__name__)
+MAX_TOOLSETS = 64
+
+
+class VLLMParser:
+    """Reads a turn as vLLM's own server does; what its parsers raise leaves the turn as it stands."""
+
+    stop_tokens = ()
+
+    def __init__(
+        self, tokenizer: PromptTokenizer, *, calls: str | None, reasoning: str | None, ends: Sequence[str]
+    ) -> None:
+        """Try the parsers.
+
+        Args:
+            tokenizer: The policy's.
+            calls: vLLM's name of the parser of calls; None reads none.
+            reasoning: Of the parser of reasoning; None leaves it in the text.
+            ends: Texts of the tokens that end a turn.
+
+        Raises:
+            SettingsError: vLLM has no such parser, or it does not work with this tokenizer.
+        """
+        self._tokenizer = get_cached_tokenizer(tokenizer.wrapped)
+        self._ends = tuple(ends)
+        self._calls, self._reasoning = calls, None
+        self._known: dict[tuple[str, ...], tuple[Any, ChatCompletionRequest]] = {}
+        if calls is not None:
+            _require(calls, ToolParserManager.list_registered(), option="tool_parser")
+            self._try("tool_parser", calls, lambda: self._parser({"try": {"type": "object"}})[0])
+        if reasoning is not None:
+            _require(reasoning, ReasoningParserManager.list_registered(), option="reasoning_parser")
+            parser_class = ReasoningParserManager.get_reasoning_parser(reasoning)
+            self._reasoning = self._try("reasoning_parser", reasoning, lambda: parser_class(self._tokenizer))
+
+    def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:
+        """See `ToolParser.parse`."""
+        for end in self._ends:
+            text = text.removesuffix(end)
+        try:
+            return self._parse(text, parameters)
+        except Exception as error:  # a parser of vLLM may raise anything for a text of a policy that learns
+            log.warning("gateway_parser_failed", error=f"{type(error).__name__}: {error}")
+            return ParsedTurn(answer=text)
+
+    def _parse(self, text: str, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:
+        parser, request = self._parser(parameters)
+        reasoning, content = None, text
+        if self._reasoning is not None:
+            reasoning, rest = self._reasoning.extract_reasoning(text, request)
+            content = rest or ""
+        if parser is None:
+            return ParsedTurn(answer=content, reasoning=reasoning or "")
+        found = parser.extract_tool_calls(content, request)
+        calls = tuple(read_arguments(one.function.arguments, name=one.function.name) for one in found.tool_calls)
+        return ParsedTurn(calls=calls, answer=found.content or "", reasoning=reasoning or "")
+
+    def _parser(self, parameters: Mapping[str, Mapping[str, Json]]) -> tuple[Any, ChatCompletionRequest]:
+        """The parser of calls for some tools, None where there are none, and the request that it reads them from."""
+        key = tuple(f"{name} {schema}" for name, schema in parameters.items())
+        if key not in self._known:
+            tools = [
+                {"type": "function", "function": {"name": name, "parameters": dict(schema)}}
+                for name, schema in parameters.items()
+            ]
+            given = {"tools": tools} if tools else {}
+            request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], model="policy", **given)
+            has_calls = self._calls is not None and tools
+            parser_class = ToolParserManager.get_tool_parser(self._calls) if has_calls else None
+            if len(self._known) >= MAX_TOOLSETS:
+                self._known.clear()
+            self._known[key] = parser_class and parser_class(self._tokenizer, request.tools), request
+        return self._known[key]
+
+    @staticmethod
+    def _try(option: str, name: str, make: Any) -> Any:
+        try:
+            return make()
+        except Exception as error:
+            raise SettingsError(f"{option}: vLLM's parser {name!r} refuses this tokenizer: {error}") from error
+
+
+def _require(name: str, known: Sequence[str], *, option: str) -> None:
+    if name not in known:
+        raise SettingsError(f"{option}: {unknown_name('vLLM parser', name, known)}")
