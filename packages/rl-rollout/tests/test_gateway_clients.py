@@ -261,13 +261,14 @@ def test_tokens_reach_the_client_as_they_are_sampled_but_for_calls():
             session = gateway.open("p")
             async with openai_client(gateway, session) as client:
                 stream = await client.chat.completions.create(model="any", messages=[USER], tools=TOOLS, stream=True)
-                seen = []
+                seen, has_answer = [], False
                 async for chunk in stream:
                     delta = chunk.choices[0].delta
                     seen += [said for said in (delta.content, delta.model_extra.get("reasoning_content")) if said]
                     seen += delta.tool_calls or []
-                    assert len(seen) > 4 or session.running
-                    for _ in range(100 if len(seen) > 3 else 8):
+                    assert session.running or has_answer
+                    has_answer = has_answer or bool(delta.content)
+                    for _ in range(100 if has_answer else 8):
                         steps.release()
             assert "".join(seen[:-1]) == "a bc d"
             assert len(seen) >= 4

@@ -7,11 +7,11 @@ from typing import Any
 from anthropic.types import Message
 
 from rl_core.data import Json
+from rl_rollout.gateway.asks import Answer, Ask
 from rl_rollout.gateway.chat_completions import tool_schema
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.sampling import read_wishes
-from rl_rollout.gateway.service import Answer, Ask
 from rl_rollout.gateway.tree import Sample
 
 READ = {

@@ -8,10 +8,10 @@ from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from rl_core.data import Json
+from rl_rollout.gateway.asks import MAX_CHOICES, Answer, Ask
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.sampling import read_wishes
-from rl_rollout.gateway.service import MAX_CHOICES, Answer, Ask
 from rl_rollout.gateway.tree import Sample
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

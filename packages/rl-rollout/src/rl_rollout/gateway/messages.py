@@ -3,18 +3,18 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
 
 from rl_core.data import Json
-from rl_core.record_fields import record
 
 MessageRole = Literal["system", "user", "assistant", "tool"]
 DIGEST_BYTES = 16
 EXACT_FLOAT = 2**53
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)  # no record: each turn brings all messages again
 class Call:
     """A tool call in an assistant's message.
 
@@ -29,7 +29,7 @@ class Call:
     call_id: str = ""
 
 
-@record
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
     """One message of a conversation.
 

@@ -12,8 +12,9 @@ from rl_core.data import Json
 from rl_core.errors import MissingExtraError, NotReadyError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
+from rl_rollout.gateway.asks import Ask, Live
 from rl_rollout.gateway.refusals import refused_field
-from rl_rollout.gateway.service import Ask, Live, PolicyService, ServiceOptions
+from rl_rollout.gateway.service import PolicyService, ServiceOptions
 from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.prompts.tokenizer import PromptTokenizer

@@ -22,7 +22,7 @@ from rl_rollout.loops.protocol import SessionResult
 if TYPE_CHECKING:
     import asyncio
 
-    from rl_rollout.gateway.service import Answer
+    from rl_rollout.gateway.asks import Answer
 
 KEY_BYTES = 32
 MAX_METADATA_CHARS = 16_384

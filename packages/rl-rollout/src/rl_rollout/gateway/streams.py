@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rl_rollout.gateway.anthropic_messages import BlockEvents, Event, end_events, message_id, start_event
+from rl_rollout.gateway.asks import Live
 from rl_rollout.gateway.chat_completions import chunk, completion_id, last_chunks
 from rl_rollout.gateway.refusals import RefusedError
-from rl_rollout.gateway.service import Live
 
 PING_S = 10.0
 """Longest silence: proxies and clients give up on a stream that says nothing."""

@@ -1,0 +1,114 @@
+"""What an agent asks for, and what it gets, whichever API it speaks."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rl_core.data import Json
+from rl_core.record_fields import record
+from rl_rollout.engines.protocol import NewTokens
+from rl_rollout.gateway.messages import ChatMessage
+from rl_rollout.gateway.replies import NOTHING_SAID, ReplyStream, unsaid
+from rl_rollout.gateway.sampling import Wishes
+from rl_rollout.gateway.tree import Sample
+
+MAX_CHOICES = 16
+
+
+@record
+class Ask:
+    """A request of an agent, whichever API it came in by.
+
+    Attributes:
+        messages: The conversation.
+        tools: That the model may call, as chat templates take them.
+        may_call: Calls are read; else they are text.
+        wishes: How it is to be drawn.
+        num_choices: Answers to give.
+        trains: False for what the agent asks outside of its task.
+        idempotency_key: Equal in requests that are one.
+        retry_count: How often the client has made the request before.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Mapping[str, Json], ...] = ()
+    may_call: bool = True
+    wishes: Wishes = Wishes()
+    num_choices: int = 1
+    trains: bool = True
+    idempotency_key: str | None = None
+    retry_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a request is answered with.
+
+    Attributes:
+        samples: One a choice.
+        num_prompt_tokens: That the engine was given.
+        overridden: What of the request is not honoured, by field.
+        name: Of the request, unlike all others.
+    """
+
+    name: str
+    samples: Sequence[Sample]
+    num_prompt_tokens: int
+    overridden: Mapping[str, str]
+
+    def deliver(self) -> None:
+        """Say that the client got it."""
+        for sample in self.samples:
+            sample.is_delivered = True
+
+
+class Live:
+    """An answer under way.
+
+    Attributes:
+        answer: What it will be.
+        news: Set when there is more to take.
+        name: Of the request.
+        num_prompt_tokens: That the engine was given.
+        overridden: See `Answer`.
+    """
+
+    answer: "asyncio.Future[Answer]"
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self.news = asyncio.Event()
+        self.name, self.num_prompt_tokens = "", 0
+        self.overridden: Mapping[str, str] = {}
+        self._streams: list[ReplyStream] = []
+        self._pieces: list[tuple[int, str, str]] = []
+
+    def begin(self, name: str, num_prompt_tokens: int, overridden: Mapping[str, str]) -> None:
+        """The request is placed, and nothing refuses it."""
+        self.name, self.num_prompt_tokens, self.overridden = name, num_prompt_tokens, overridden
+        self.news.set()
+
+    def read_along(self, streams: Sequence[ReplyStream]) -> None:
+        """Take what the engine gives, one stream a choice."""
+        self._streams = list(streams)
+
+    def feed(self, new: NewTokens) -> None:
+        """Take tokens of one choice."""
+        pieces = self._streams[new.sample_index].feed(new.token_ids.tolist(), has_ended=new.ended is not None)
+        self._pieces += ((new.sample_index, *piece) for piece in pieces)
+        if self._pieces:
+            self.news.set()
+
+    def take(self) -> list[tuple[int, str, str]]:
+        """What is new: choice, "reasoning" or "content", and text."""
+        pieces, self._pieces = self._pieces, []
+        runs = groupby(pieces, key=lambda piece: piece[:2])
+        return [(index, kind, "".join(piece[2] for piece in run)) for (index, kind), run in runs]
+
+    def take_rest(self, answer: Answer) -> list[tuple[int, str, str]]:
+        """All that has not been taken of the messages."""
+        for index, sample in enumerate(answer.samples):
+            said = self._streams[index].said if self._streams else NOTHING_SAID
+            self._pieces += ((index, *piece) for piece in unsaid(sample.message, said))
+        return self.take()
