@@ -7,7 +7,8 @@ import httpx
 import openai
 import pytest
 from chat_model import CHATML, THINKING, TOOLS, encode, in_turn, make_tokenizer
-from gateway_site import gateway_site, run
+from gateway_site import gateway_site
+from gateway_site import run as run_within
 
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams
 from rl_rollout.engines.scripted import ScriptedEngine
@@ -18,12 +19,31 @@ ANTHROPIC_TOOLS = [{"name": "add", "description": "Adds.", "input_schema": {"typ
 USER = {"role": "user", "content": "1+2?"}
 
 
+OPEN = []
+"""Clients that a test has opened."""
+
+
+def run(test):
+    async def closing():
+        try:
+            await test()
+        finally:
+            while OPEN:
+                closed = OPEN.pop().close()
+                if closed is not None:
+                    await closed
+
+    run_within(closing)
+
+
 def openai_client(gateway, session, kind=openai.AsyncOpenAI, **fields):
-    return kind(base_url=f"{gateway.url}/v1", api_key=session.key, timeout=50, **{"max_retries": 0, **fields})
+    OPEN.append(kind(base_url=f"{gateway.url}/v1", api_key=session.key, timeout=50, **{"max_retries": 0, **fields}))
+    return OPEN[-1]
 
 
 def anthropic_client(gateway, session, kind=anthropic.AsyncAnthropic, **fields):
-    return kind(base_url=gateway.url, api_key=session.key, timeout=50, **{"max_retries": 0, **fields})
+    OPEN.append(kind(base_url=gateway.url, api_key=session.key, timeout=50, **{"max_retries": 0, **fields}))
+    return OPEN[-1]
 
 
 async def finished(gateway, session):
