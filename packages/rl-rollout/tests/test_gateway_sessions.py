@@ -287,6 +287,37 @@ def test_bodies_that_are_none_are_refused(content, status):
     run(talk)
 
 
+@pytest.mark.parametrize("has_key", [True, False])
+def test_an_endless_body_is_cut_off_and_idle_connections_hold_nobody_up(has_key):
+    async def talk():
+        sent = 0
+
+        async def endless():
+            nonlocal sent
+            while True:
+                sent += 65_536
+                yield b" " * 65_536
+
+        async with gateway_site(lambda _: "3", max_body_bytes=1 << 20) as gateway:
+            headers = key_of(gateway.open("p"))
+            port = int(gateway.url.rpartition(":")[2])
+            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+            async with httpx.AsyncClient(base_url=gateway.url) as client:
+                try:
+                    shown = headers if has_key else {}
+                    given = await client.post("/v1/messages", content=endless(), headers=shown)
+                    assert given.status_code == (413 if has_key else 401)
+                except httpx.TransportError:  # the gateway has closed the connection while the client wrote
+                    pass
+                assert sent < 64 << 20  # what the sockets hold, no more
+                fine = await client.post("/v1/chat/completions", json=BODY, headers=headers)
+                assert fine.status_code == 200
+            for _, writer in idle:
+                writer.close()
+
+    run(talk)
+
+
 def test_a_slow_body_is_given_up():
     async def talk():
         async with gateway_site(lambda _: "3", body_timeout_s=0.3) as gateway:

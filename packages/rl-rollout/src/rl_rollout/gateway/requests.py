@@ -1,7 +1,7 @@
 """HTTP requests to the gateway: their bodies within bounds, their keys, and errors in the words of their API."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -97,11 +97,14 @@ def in_words_of(api: Api, handler: Handler) -> Handler:
     return handle
 
 
-def refusal(error: RefusedError, api: Api, *, headers: Mapping[str, str] | None = None) -> Response:
-    """The response that tells a client why it is refused, and the SDKs whether to try again."""
+def refusal(error: RefusedError, api: Api) -> Response:
+    """The response that tells a client why it is refused, and the SDKs whether to try again.
+
+    It closes the connection: the server would else go on to read and drop a body that may be endless.
+    """
     body = error.as_openai() if api == "openai" else error.as_anthropic()
-    retry = {"x-should-retry": "true" if error.may_retry else "false"}
-    return JSONResponse(body, status_code=error.status, headers={**retry, **(headers or {})})
+    headers = {"x-should-retry": "true" if error.may_retry else "false", "connection": "close"}
+    return JSONResponse(body, status_code=error.status, headers=headers)
 
 
 async def _disconnected(request: Request) -> None:
