@@ -57,7 +57,7 @@ class StructuredOutputs:
         )
         try:
             self._matcher(_grammar(structure))
-        except SettingsError as error:
+        except (SettingsError, ValueError) as error:  # llguidance's word for a tokenizer that it does not know
             raise EngineError(f"structures need the model's tokenizer: {error}") from error
 
     def compile_grammar(
@@ -97,7 +97,10 @@ def constrain(params: VLLMSamplingParams, structure: Structure) -> None:
 def failure_of(request: Request) -> str | None:
     """Why a response that has ended does not have its structure; a part of one that was cut off is none."""
     asked: Any = request.structured_output_request
-    error = asked.grammar.ll_matcher.get_error() if asked is not None else ""
+    if asked is None:
+        return None
+    grammar = asked.grammar
+    error = grammar.ll_matcher.get_error() if isinstance(grammar, GuidanceGrammar) else f"{grammar!r}"
     return f"the structure could not be followed to its end: {error.partition(chr(10))[0]}" if error else None
 
 
