@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from rl_rollout.loops.conversation import Conversation, TurnLimits
 from rl_rollout.loops.protocol import LoopContext
 from rl_rollout.rewards.scorer import RewardScorer
 from rl_rollout.testing import joined, refuses
+from rl_rollout.testing.reference_model import write_tiny_tokenizer
 
 MIXTURES = (0, 2)
 """Layers of the model that are mixtures; layer 1 is dense."""
@@ -94,6 +96,7 @@ def mixture_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     folder = tmp_path_factory.mktemp("mixture")
     Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
+    write_tiny_tokenizer(folder, vocab_size=VOCAB_SIZE)
     return folder
 
 
@@ -216,6 +219,14 @@ def test_a_response_that_is_aborted_has_what_was_computed(
 
     samples = asyncio.run(cut())
     assert all(sample.finish_reason == "abort" and len(sample.token_ids) > 1 for sample in samples)
+    reference.check_all([request], [samples])
+
+
+def test_a_response_that_a_stop_string_ends_has_its_experts(engine: VLLMEngine, reference: Reference) -> None:
+    request = request_of(700, 40, num_samples=8, max_tokens=40)
+    sampling = replace(request.samplings[0], stop=("a", '"', "1"))
+    (samples,) = asyncio.run(ask(engine, [replace(request, sampling=sampling)]))
+    assert sum(sample.matched_stop is not None for sample in samples) > 4
     reference.check_all([request], [samples])
 
 

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 
 from rl_core import Prompt
+from rl_core.data import Json
 from rl_core.errors import NotReadyError
 from rl_core.secret_settings import redact
 from rl_core.weights import PublishReport
@@ -74,11 +75,17 @@ class SkipCacheReplay:
                 "origin": str(self._settings.policy.path.absolute()),
                 "version": self._report.version,
             },
-            sampling=asdict(replace(sampling, seed=None)),
+            sampling=drawn_by(sampling),
             group_size=num_sessions,
             tools=rollout.tool_schemas,
             versions={**common.versions, "engine": self._engine},
         )
+
+
+def drawn_by(sampling: SamplingParams) -> Json:
+    """Sampling parameters of a fingerprint, which has the run's seed elsewhere; no stop strings are as none at all."""
+    found = asdict(replace(sampling, seed=None))
+    return {name: value for name, value in found.items() if name != "stop" or value}  # older entries have no such field
 
 
 def _common_circumstances(settings: Settings, tokenizer: PromptTokenizer) -> Circumstances:

@@ -84,8 +84,9 @@ class ResponseText:
         """Hold new characters back, up to a stop string in them."""
         if not new:
             return
+        searched = len(self._held)
         self._held += new
-        found = [(self._held.find(one), one) for one in self._stop]
+        found = [(self._held.find(one, max(searched - len(one) + 1, 0)), one) for one in self._stop]
         begin, matched = min((match for match in found if match[0] >= 0), default=(len(self._held), None))
         self._held, self.matched_stop = self._held[:begin], matched
 

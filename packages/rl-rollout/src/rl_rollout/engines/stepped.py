@@ -21,7 +21,7 @@ from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, RLError
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, NewTokens, TokenScores
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, NewTokens, Structure, TokenScores
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
 from rl_rollout.engines.response_text import Decode, ResponseText
 from rl_rollout.engines.stepper import Sample, Stepper
@@ -30,6 +30,9 @@ log = structlog.get_logger(__name__)
 
 TURNS_BETWEEN_STEPS = 3
 """Event loop turns after finished samples: those who waited may ask again before the next step."""
+
+MAX_PREPARED = 1000
+"""Structures that are known to be ready."""
 
 T = TypeVar("T")
 
@@ -63,6 +66,8 @@ class SteppedEngine:
         self._decode: Decode | None = None
         self._stepper: Stepper | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="engine") if in_thread else None
+        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="structures")
+        self._prepared: set[Structure] = set()
         self._incoming: list[Sample] = []
         self._removed: list[Sample] = []
         self._jobs: dict[Sample, _Job] = {}
@@ -109,7 +114,7 @@ class SteppedEngine:
         for sampling in request.samplings:
             sample = Sample(input_ids=input_ids, sampling=sampling, seed=sampling.seed, request_id=request.request_id)
             if sampling.structure is not None:
-                await asyncio.to_thread(stepper.prepare, sampling.structure)
+                await self._prepare(stepper, sampling.structure)
             if sampling.stop:
                 sample.text = ResponseText(await self._loaded_decoder(), input_ids, stop=sampling.stop)
             samples.append(sample)
@@ -201,6 +206,7 @@ class SteppedEngine:
         try:
             await self._call(self._unload)  # waits for a start that is still loading, though nobody waits for that
         finally:
+            self._preparing.shutdown(cancel_futures=True)
             if self._executor is not None:
                 self._executor.shutdown()
 
@@ -222,6 +228,14 @@ class SteppedEngine:
         if self._is_asleep:
             raise EngineError("the engine sleeps; wake it before it is asked.")
         return stepper
+
+    async def _prepare(self, stepper: Stepper, structure: Structure) -> None:
+        """Have a structure compiled, one after the other: each may take much memory and seconds."""
+        if structure not in self._prepared:
+            await asyncio.get_running_loop().run_in_executor(self._preparing, stepper.prepare, structure)
+            if len(self._prepared) >= MAX_PREPARED:
+                self._prepared.clear()
+            self._prepared.add(structure)
 
     async def _loaded_decoder(self) -> Decode:
         if self._decode is None and self._decoder is not None:

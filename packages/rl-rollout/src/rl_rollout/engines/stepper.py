@@ -135,7 +135,7 @@ class Stepper(Protocol):
         ...
 
     def prepare(self, structure: Structure) -> None:
-        """Have a structure ready; called in any thread, only for kinds of traits.structures.
+        """Have a structure ready; called in a thread of its own, only for kinds of traits.structures.
 
         Raises:
             EngineError: It cannot be followed.

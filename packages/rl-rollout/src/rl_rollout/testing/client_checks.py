@@ -20,6 +20,7 @@ from rl_rollout.engines.protocol import (
     SamplingParams,
     Structure,
 )
+from rl_rollout.engines.response_text import UNKNOWN
 from rl_rollout.engines.streaming import stream
 from rl_rollout.testing.engine_calls import PROMPT, generate, joined, long_request, refuses, short_request
 from rl_rollout.testing.generation_checks import TOLERANCE
@@ -116,17 +117,19 @@ class ClientChecks:
         request = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=16, seed=3), num_samples=4)
         free = [sample.token_ids.tolist() for sample in asyncio.run(engine.generate(request))]
         texts = [decode(tokens) for tokens in free]
-        stops = (texts[0][3:6], texts[1][-2:], decode(PROMPT.tolist())[-1] + texts[2][0], "~" * 10_000)
-        stopped = asyncio.run(
-            engine.generate(replace(request, sampling=SamplingParams(max_tokens=16, seed=3, stop=stops)))
-        )
+        spans = [text[at : at + 3] for text in texts for at in range(1, len(text) - 2)]
+        spans = [span for span in spans if UNKNOWN not in span]  # halves of characters are no text yet
+        across = decode(PROMPT.tolist())[-1] + next(text[0] for text in texts if text[0] != UNKNOWN)
+        stops = (spans[0], spans[-1], across, "~" * 10_000)
+        sampling = request.samplings[0]
+        stopped = asyncio.run(engine.generate(replace(request, sampling=replace(sampling, stop=stops))))
         for tokens, sample in zip(free, stopped, strict=True):
             num_tokens, matched = _first_stop(tokens, stops, decode)
             assert sample.token_ids.tolist() == tokens[:num_tokens]
             assert sample.matched_stop == matched
             assert len(sample.logprobs) == len(sample.policy_versions) == num_tokens
             assert sample.finish_reason == "stop" or matched is None
-        assert stopped[0].matched_stop is not None
+        assert any(sample.matched_stop is not None for sample in stopped)
 
     def test_the_end_token_is_text_to_a_stop_string(self, engine: RolloutEngine) -> None:
         for sample in generate(engine, num_samples=8, max_tokens=40, seed=1, stop=(END,)):

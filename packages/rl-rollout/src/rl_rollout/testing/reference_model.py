@@ -88,14 +88,12 @@ def make_tiny_model(model_dir: Path, *, is_tied: bool, seed: int = 0, vocab_size
         initializer_range=0.15,
     )
     Qwen3ForCausalLM(config).float().save_pretrained(model_dir)
-    _tiny_tokenizer(vocab_size).save(str(model_dir / "tokenizer.json"))
-    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": "<pad>"}
-    (model_dir / "tokenizer_config.json").write_text(json.dumps(special))
+    write_tiny_tokenizer(model_dir, vocab_size=vocab_size)
     return model_dir
 
 
-def _tiny_tokenizer(vocab_size: int) -> Tokenizer:
-    """`CHARACTERS`, the bytes of `EMOJI`, pairs of characters, and no merges."""
+def write_tiny_tokenizer(model_dir: Path, *, vocab_size: int) -> None:
+    """Write one of `CHARACTERS`, the bytes of `EMOJI`, and pairs of characters; nothing is merged."""
     shown = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     ((singles, _),) = shown.pre_tokenize_str(CHARACTERS + EMOJI)
     pairs = [first + second for first in CHARACTERS for second in CHARACTERS]
@@ -103,7 +101,9 @@ def _tiny_tokenizer(vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(texts)}, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = shown, decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in texts[:2]])
-    return tokenizer
+    tokenizer.save(str(model_dir / "tokenizer.json"))
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": "<pad>"}
+    (model_dir / "tokenizer_config.json").write_text(json.dumps(special))
 
 
 def perturbed(tensors: Mapping[str, torch.Tensor], *, scale: float) -> dict[str, torch.Tensor]:

@@ -1,7 +1,6 @@
 """Structures that responses follow, by llguidance, as a backend of vLLM's structured outputs."""
 
 import json
-import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ class StructuredOutputs:
         self._vocab_size = vocab_size
         self._end_token_ids = end_token_ids
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._lock = threading.Lock()
         self._matcher = lru_cache(MAX_KEPT)(self._compile)
 
     def prepare(self, structure: Structure) -> None:
@@ -58,9 +56,8 @@ class StructuredOutputs:
             what=f"the structure's {structure.kinds[0]}",
         )
         try:
-            with self._lock:
-                self._matcher(_grammar(structure))
-        except SettingsError as error:
+            self._matcher(_grammar(structure))
+        except (SettingsError, ValueError) as error:  # llguidance's word for a tokenizer that it does not know
             raise EngineError(f"structures need the model's tokenizer: {error}") from error
 
     def compile_grammar(
@@ -70,9 +67,7 @@ class StructuredOutputs:
         stop_token_ids: object = None,  # noqa: ARG002 - vLLM's interface
     ) -> GuidanceGrammar:
         """A request's own state in its structure; called by vLLM."""
-        with self._lock:
-            matcher = self._matcher(grammar_spec).deep_copy()
-        return GuidanceGrammar(matcher, self._tokenizer, self._vocab_size)
+        return GuidanceGrammar(self._matcher(grammar_spec).deep_copy(), self._tokenizer, self._vocab_size)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
         """One bit a token; called by vLLM."""
@@ -102,7 +97,10 @@ def constrain(params: VLLMSamplingParams, structure: Structure) -> None:
 def failure_of(request: Request) -> str | None:
     """Why a response that has ended does not have its structure; a part of one that was cut off is none."""
     asked: Any = request.structured_output_request
-    error = asked.grammar.ll_matcher.get_error() if asked is not None else ""
+    if asked is None:
+        return None
+    grammar = asked.grammar
+    error = grammar.ll_matcher.get_error() if isinstance(grammar, GuidanceGrammar) else f"{grammar!r}"
     return f"the structure could not be followed to its end: {error.partition(chr(10))[0]}" if error else None
 
 
