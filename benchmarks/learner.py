@@ -3,7 +3,8 @@
     nox -s bench -- learner [--preset 8m] [--rounds 5] [--threads 1] [--workload equal,ragged] [--quick] [--json FILE]
 
 Both sides are processes that take turns, a step each; benchmarks/README.md says what is timed. On a GPU the preset is
-0.6b, the shape of Qwen3-0.6B in bfloat16. --quick takes one round of a tiny preset.
+0.6b, the shape of Qwen3-0.6B in bfloat16. --quick takes one round of a tiny preset. --control adds transformers with
+MKL's code for Intel's processors, which MKL does not take on others.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import os
 import platform
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +26,7 @@ import torch
 import transformers
 from _children import BENCHMARKS, ChildFailedError, Peer
 from _learner_summary import (
+    CONTROL,
     OURS,
     PEER,
     UNSHARED,
@@ -34,20 +37,22 @@ from _learner_summary import (
     model_flops,
     result_row,
 )
-from _learner_workload import OPTIMIZER, PRESETS, SHARED, WORKLOADS, Preset, make_rows
+from _learner_workload import OPTIMIZER, PRESETS, SHARED, WHOLE_GROUPS, WORKLOADS, Preset, make_rows
 
 SIDES = {OURS: "our_learner.py", PEER: "transformers_learner.py", UNSHARED: "our_learner.py"}
+SIDES[CONTROL] = SIDES[PEER]
 STEP_TIMEOUT_S = 600.0
 
 
 def main(words: Sequence[str]) -> int:
     """Run the comparison and give the exit status: 0 unless a side fails or they disagree; targets are reported."""
     options = parse(words)
-    if min(options.rounds, options.threads, options.budget) < 1 or not set(options.workload) <= set(WORKLOADS):
+    if min(options.rounds, options.threads, options.budget or 1) < 1 or not set(options.workload) <= set(WORKLOADS):
         sys.stderr.write(f"error: numbers must be at least 1, --workload of {', '.join(WORKLOADS)}; found {words}\n")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the sides are then stopped as after Ctrl-C
-    preset = replace(PRESETS[options.preset], budget=options.budget)
+    preset = PRESETS[options.preset]
+    preset = replace(preset, budget=options.budget or preset.budget)
     report = new_report(options, preset)
     say(f"{preset.num_parameters:,} parameters, {preset.dtype}, {options.threads} threads, {options.rounds} rounds")
     try:
@@ -76,14 +81,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--preset", choices=list(PRESETS), default=default, help="size of model and batch")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each side, after a warm-up")
     parser.add_argument("--threads", type=int, default=1, help="of each side, on a CPU")
-    parser.add_argument("--budget", type=int, help="most tokens of a micro-batch, padding included; the preset has one")
+    parser.add_argument("--budget", type=int, help="most tokens of a micro-batch, padding included; else the preset's")
     parser.add_argument("--workload", default=",".join(WORKLOADS), help="which to run, with commas between")
+    parser.add_argument("--control", action="store_true", help="also transformers with MKL's code for Intel's")
     parser.add_argument("--quick", action="store_true", help="preset tiny and one round: does it run at all")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(words)
     if options.quick:
         options.preset, options.rounds = "tiny", 1
-    options.budget = options.budget or PRESETS[options.preset].budget
     options.workload = options.workload.split(",")
     return options
 
@@ -105,10 +110,11 @@ def run_workloads(
     Raises:
         ChildFailedError: A side failed.
     """
-    found = {workload: {side: Measured() for side in sides_of(workload)} for workload in workloads}
+    found = {workload: {side: Measured() for side in sides_of(workload, options)} for workload in workloads}
     with ExitStack() as stack:
         sides = {side: None for of in found.values() for side in of}
-        peers = {side: stack.enter_context(start(side, options, folder)) for side in sides}
+        budget = budget_of(workloads, options)
+        peers = {side: stack.enter_context(start(side, options, folder, budget=budget)) for side in sides}
         for workload in sorted(found, key=lambda name: name not in SHARED):  # while all sides have done the same steps
             of = found[workload]
             for number in range(options.rounds + 1):
@@ -125,12 +131,20 @@ def run_workloads(
     return found
 
 
-def sides_of(workload: str) -> list[str]:
+def budget_of(workloads: Sequence[str], options: argparse.Namespace) -> int:
+    """Most tokens of a micro-batch, padding included."""
+    least: int = PRESETS[options.preset].budget
+    of_workload = 0 if options.quick else max(WHOLE_GROUPS.get(name, 0) for name in workloads)
+    return options.budget or max(least, of_workload)
+
+
+def sides_of(workload: str, options: argparse.Namespace) -> list[str]:
     """Who takes turns: where rows begin alike, also our learner that computes each on its own."""
-    return [OURS, PEER, UNSHARED] if workload in SHARED else [OURS, PEER]
+    others = [side for side, is_there in ((UNSHARED, workload in SHARED), (CONTROL, options.control)) if is_there]
+    return [OURS, PEER, *others]
 
 
-def start(side: str, options: argparse.Namespace, folder: Path) -> Peer:
+def start(side: str, options: argparse.Namespace, folder: Path, *, budget: int) -> Peer:
     """Start a side and wait until its model is there."""
     command = [
         sys.executable,
@@ -138,7 +152,7 @@ def start(side: str, options: argparse.Namespace, folder: Path) -> Peer:
         f"--policy={folder / 'policy'}",
         f"--preset={options.preset}",
         f"--threads={options.threads}",
-        f"--budget={options.budget}",
+        f"--budget={budget}",
     ]
     variables = {
         "OMP_NUM_THREADS": str(options.threads),
@@ -146,7 +160,18 @@ def start(side: str, options: argparse.Namespace, folder: Path) -> Peer:
     }
     if side == UNSHARED:
         variables["SHARED_PREFIX_TOKENS"] = "0"
+    if side == CONTROL:
+        variables["LD_PRELOAD"] = str(intel_for_mkl(folder))
     return Peer(side, command, folder, variables=variables)
+
+
+def intel_for_mkl(folder: Path) -> Path:
+    """A library that tells MKL that the processor is Intel's; needs a C compiler."""
+    library = folder / "intel.so"
+    code = b"int mkl_serv_intel_cpu_true(void) { return 1; }"
+    if not library.exists():
+        subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-o", library, "-"], input=code, check=True)
+    return library
 
 
 def tell(workload: str, number: int, found: Mapping[str, Measured]) -> None:
@@ -196,7 +221,7 @@ def add_workload(report: dict[str, Any], workload: str, preset: Preset, found: M
         num_parameters=preset.num_parameters, lengths=lengths, attention_size=sizes[0] * sizes[1] * sizes[2]
     )
     report["results"] += [result_row(side, workload, of, flops=flops) for side, of in found.items()]
-    for side in sides_of(workload)[1:]:
+    for side in list(found)[1:]:
         differences = check_agreement(found[OURS], found[side], tolerance=preset.tolerance)
         compared = comparison(workload, found[OURS], found[side], peer=side)
         report["comparisons"].append({**compared, "largest_relative_difference": differences})
@@ -212,9 +237,9 @@ def print_report(report: Mapping[str, Any]) -> None:
     say("\ntargets")
     for of in report["comparisons"]:
         rounds = ", ".join(f"{ratio:.2f}" for ratio in of["ratio_of_rounds"])
-        verdict = "met" if of["is_met"] else "missed"
         say(f"  {of['workload']}: {of['ratio']:.3f} times {of['peer']} (rounds {rounds})")
-        say(f"    wanted {of['wanted']:g}: {verdict}; {of['memory_ratio']:.2f} times its peak memory")
+        verdict = "" if of["wanted"] is None else f"wanted {of['wanted']:g}: {'met' if of['is_met'] else 'missed'}; "
+        say(f"    {verdict}{of['memory_ratio']:.2f} times its peak memory")
         if of["bound"] is not None:
             say(f"    {of['share_of_bound']:.2f} of the bound, {of['bound']:.2f}")
         found = of["largest_relative_difference"]
