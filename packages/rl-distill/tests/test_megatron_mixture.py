@@ -220,6 +220,30 @@ def test_a_recomputed_layer_replays_the_same(mixture_policy: Path):
     assert all(torch.equal(found_grads[name], grad) for name, grad in grads.items())
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kept", [None, [0, 4, 5, 11, 17]])
+def test_rows_that_the_router_would_route_differently_are_counted_once(
+    recompute: bool, kept: list[int] | None, mixture_policy: Path
+):
+    model = build(mixture_policy, recompute=recompute)
+    experts = own_choices(model, mixture_policy)
+    experts[[0, 4, 9], -1] = (experts[[0, 4, 9], -1] + 1) % NUM_EXPERTS  # of neighbours, one stays and one changes
+    experts[[0, 5], -1] = experts[[0, 5], -1].flip(-1)  # the order says nothing
+    experts[17] = -1
+    is_changed = {row: set(experts[row, -1].tolist()) for row in (0, 4, 9)}
+    experts[7, :] = -1
+    layout = layout_of(mixture_policy, experts, None if kept is None else torch.tensor(kept))
+    layout.routed = torch.full((NUM_LAYERS, 2), 99)
+
+    gradients(model, layout)
+
+    own = own_choices(model, mixture_policy)[:, -1]
+    changed = [row for row, chosen in is_changed.items() if chosen != set(own[row].tolist())]
+    assert len(changed) == 3
+    last = [NUM_TOKENS - 2, 3] if kept is None else [4, 2]
+    assert layout.routed.tolist() == [[NUM_TOKENS - 2, 0], last]
+
+
 def test_the_last_layer_replays_choices_of_the_tokens_that_it_keeps(mixture_policy: Path):
     model, experts = build(mixture_policy), random_choices()
     kept = torch.tensor([0, 4, 5, 11, 17])

@@ -303,6 +303,39 @@ def test_replayed_experts_are_the_same_over_ranks(
     assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
 
 
+ROUTED = {**TWO_OF_EXPERTS, **FOUR_OF_EXPERTS, "PP2 interleaved": TWO["PP2 interleaved"]}
+
+
+@pytest.mark.parametrize("layout", ["EP2", "CP2", "PP2 interleaved", "TP2 EP2", "PP2 EP2"])
+def test_replayed_rows_are_counted_alike_over_ranks(
+    layout: str, four_layers_of_experts: Path, make_batch: MakeBatch, request: pytest.FixtureRequest
+):
+    parallel = ROUTED[layout]
+    ranks = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[parallel.ranks]).in_layout(parallel)
+    plain = make_batch(LENGTHS, num_prompts=3)
+    ids = plain.ragged("input_ids")
+    orders = np.random.default_rng(5).permuted(np.tile(np.arange(4), (NUM_TOKEN_IDS, 4, 1)), axis=2)[..., :2]
+    chosen = orders[ids.values]
+    chosen[ids.offsets[1:] - 1] = -1  # no engine knows the last one's
+    chosen[ids.offsets[2] + 4] = -1
+    batch = plain.with_columns({"routed_experts": Ragged(chosen.astype(np.int16), ids.offsets)})
+    options = SHARING if parallel.data == 1 else NOT_SHARING  # over data-parallel ranks, others share
+
+    found, wanted = (
+        MegatronLearner(four_layers_of_experts, replace(options, recompute=recompute), ranks=of)
+        .train_step(batch, policy_gradient)
+        .metrics
+        for of, recompute in ((ranks, "full"), (None, "none"))
+    )
+
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert 0.5 < found["router/rerouted_share"] < 1.0
+    num_tokens = sum(LENGTHS) - len(LENGTHS)
+    if options is NOT_SHARING:
+        assert found["router/unknown_share"] == 1 / num_tokens
+    assert found["router/unknown_share"] >= 1 / num_tokens
+
+
 @pytest.mark.parametrize("layout", ["TP2 PP2", "TP2 DP2 distributed optimizer"])
 def test_a_step_that_is_not_finite_is_skipped_by_every_rank(
     layout: str, four_ranks: Started, four_layers: Path, make_batch: MakeBatch

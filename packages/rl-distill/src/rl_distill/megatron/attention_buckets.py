@@ -49,6 +49,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
         kept: [M] int64 tokens whose hidden states leave the last layer, None for all.
         experts: [T, layers, top_k] int64 experts that the engine chose, -1 where it gave none; None where it
             gave none at all. T counts this rank's tokens, layers all of the policy.
+        routed: [layers, 2] int64, written by this rank's layers: tokens that took given experts, and those of them for
+            which the router would have chosen others.
         spans: Of each segment that others go on from: its first token, the first of what goes on from it, and the
             end of that.
     """
@@ -59,6 +61,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
     heads: dict[int, HeadIndex] = field(default_factory=dict)
     kept: Tensor | None = None
     experts: Tensor | None = None
+    routed: Tensor | None = None
     spans: tuple[tuple[int, int, int], ...] = ()
 
 

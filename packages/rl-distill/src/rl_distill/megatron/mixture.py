@@ -6,6 +6,7 @@ policy says so. No token is dropped and no auxiliary loss added.
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,13 @@ def route(logits: Tensor, *, top_k: int, is_normalized: bool, given: Tensor | No
 
 
 class ReplayRouter(TopKRouter):  # type: ignore[misc]
-    """megatron's router, choosing as Qwen3-MoE does, or taking the experts that were chosen at rollout."""
+    """megatron's router, choosing as Qwen3-MoE does, or taking the experts that were chosen at rollout.
+
+    Attributes:
+        rerouted: [T] bool of the last tokens that were given experts: True where it would choose others.
+    """
+
+    rerouted: Tensor
 
     def __init__(self, config: Any, pg_collection: Any = None) -> None:
         """Make the router's weight.
@@ -118,4 +125,9 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
         """
         is_normalized = not self.config.moe_router_pre_softmax
         rows = logits.view(-1, self.config.num_moe_experts)
-        return route(rows, top_k=self.topk, is_normalized=is_normalized, given=self._given)
+        routed = partial(route, rows, top_k=self.topk, is_normalized=is_normalized)
+        probabilities, chosen = routed(given=self._given)
+        if self._given is not None:
+            with torch.no_grad():  # a hundredth of what its experts take
+                self.rerouted = (chosen != routed(given=None)[1]).any(-1)
+        return probabilities, chosen

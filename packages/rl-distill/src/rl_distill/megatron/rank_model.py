@@ -22,13 +22,14 @@ from rl_distill.megatron.model import Scored, Wanted
 from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.optimizer import MegatronAdam, Parameters
 from rl_distill.megatron.parallel import Place, group_of_copies, learner_device, shards_of_this_rank
-from rl_distill.megatron.rank_pack import PlacedPack, Sharing, padded_length, place_pack
+from rl_distill.megatron.rank_pack import PlacedPack, Sharing, padded_length, place_pack, unknown_experts
 from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.megatron.setup import ModelPlan, build_chunks, chunk_blocks
 from rl_distill.metric_sums import metric_totals
 from rl_distill.objectives.comparison import LOSSES, comparison_of, with_measures
 from rl_distill.packing import Pack, scored_tokens
+from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products, computing_with
 from rl_distill.schedule import learning_rate_at
 from rl_distill.teacher_heads import read_heads
@@ -58,6 +59,7 @@ class RankModel:
         self._offloaded: Offloaded | None = None
         self._sharing = _sharing(plan, self._device)
         self._teacher_heads: list[Tensor] = []
+        self._routed = [0, 0]
         if plan.trains:
             self._adam = MegatronAdam(self._chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
         for chunk in self._chunks:
@@ -129,18 +131,31 @@ class RankModel:
         loss = _total(gathered.loss() if self.place.answers else 0.0)
         learning_rate = learning_rate_at(self.step + 1, self.plan.options)
         grad_norm, is_applied = self._update(loss, learning_rate=learning_rate)
+        routing = self._routing(packs) if ROUTED_EXPERTS in share.batch else {}
         if not self.place.answers:
             return None
         return StepShare(
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            metrics=metric_totals(gathered.metrics),
+            metrics=metric_totals(gathered.metrics) | routing,
             broken_rows=() if is_applied else gathered.broken_rows(),
             is_applied=is_applied,
             tokens=gathered.tokens(share.batch) if with_tokens else {},
             computed_tokens=sum(pack.forest.num_computed for pack in packs),
         )
+
+    def _routing(self, packs: Sequence[Pack]) -> dict[str, tuple[float, float]]:
+        """(weighted sum, weight) of what the metrics say of replayed experts; every rank calls it together.
+
+        Rows are counted by whoever routes them, over all ranks, and told by the first share; tokens by their share.
+        """
+        replayed, rerouted = (_total(float(count)) for count in self._routed)
+        layers = [
+            layer for layer in range(self.plan.source.config.num_layers) if self.plan.source.config.is_mixture(layer)
+        ]
+        totals = {"router/unknown_share": unknown_experts(packs, layers)}
+        return totals if self.place.data else {"router/rerouted_share": (rerouted, replayed), **totals}
 
     def load_teacher_heads(self, folders: Sequence[Path]) -> None:
         """Read this rank's slices of the teachers' output matrices, in the order of their index."""
@@ -302,7 +317,7 @@ class RankModel:
         for chunk in self._chunks:
             chunk.train(with_gradients)
         with computing_with(self.plan.options.products), nullcontext() if with_gradients else torch.no_grad():
-            return get_forward_backward_func()(  # type: ignore[no-any-return]
+            found: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=sources if is_virtual else sources[0],
                 model=self._chunks if is_virtual else self._chunks[0],
@@ -312,6 +327,9 @@ class RankModel:
                 forward_only=not with_gradients,
                 collect_non_loss_data=not with_gradients,
             )
+        routed = [one.layout.routed.sum(0) for one in placed.values() if one.layout.routed is not None]
+        self._routed = torch.stack(routed).sum(0).tolist() if routed else [0, 0]
+        return found
 
 
 def _sharing(plan: ModelPlan, device: torch.device) -> Sharing:

@@ -141,7 +141,9 @@ def place_pack(pack: Pack, scored: Tensor, sharing: Sharing, *, length: int, eac
     if forest.is_shared:
         kept, expand = torch.unique(kept, return_inverse=True)
     tables = {name: getattr(layout, name)[start : start + length] for name in ("cos", "sin")}
-    layout = replace(layout, kept=kept, experts=_own_experts(pack, places, len(ids), sharing), **tables)
+    experts = _own_experts(pack, places, len(ids), sharing)
+    routed = None if experts is None else experts.new_zeros(experts.shape[1], 2)
+    layout = replace(layout, kept=kept, experts=experts, routed=routed, **tables)
     return PlacedPack(
         pack=pack,
         input_ids=ids[start : start + length],
@@ -161,6 +163,22 @@ def _computed(column: Tensor, places: Tensor, forest: PrefixForest) -> Tensor:
     if not forest.is_shared:
         return column
     return column.new_empty((forest.num_computed, *column.shape[1:])).index_copy_(0, places, column)
+
+
+def unknown_experts(packs: Sequence[Pack], layers: Sequence[int]) -> tuple[float, float]:
+    """Computed tokens that lack an expert in one of these layers, and how many there are; no row's last token counts.
+
+    Nothing is known of the experts of a last token: it never ran through the engine's model.
+    """
+    num_unknown = num_tokens = 0
+    for pack in packs:
+        places = torch.from_numpy(pack.forest.places)
+        is_known = (pack.micro_batch.columns[ROUTED_EXPERTS][:, list(layers)].cpu() >= 0).flatten(1).all(1)
+        counts = torch.ones(pack.forest.num_computed, dtype=torch.bool)
+        counts[places[torch.from_numpy(pack.offsets[1:] - 1)]] = False
+        num_tokens += int(counts.sum())
+        num_unknown += int((counts & ~_computed(is_known, places, pack.forest)).sum())
+    return float(num_unknown), float(num_tokens)
 
 
 def _own_experts(pack: Pack, places: Tensor, num_tokens: int, sharing: Sharing) -> Tensor | None:
