@@ -80,7 +80,7 @@ def learner_header(folder: Path) -> Format:
 
 def policy_config(folder: Path) -> Format:
     """config.json, as learners, engines and teachers read it."""
-    from rl_distill.checkpoints.hf_folder import tensor_shapes
+    from rl_distill.tensor_shapes import tensor_shapes
     from rl_distill.policy_config import parse_policy_config, read_policy_config
 
     def read() -> None:
@@ -111,7 +111,7 @@ def _tensors(folder: Path) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from rl_distill.checkpoints.hf_folder import tensor_shapes
+    from rl_distill.tensor_shapes import tensor_shapes
     from rl_distill.policy_config import parse_policy_config
 
     shapes = tensor_shapes(parse_policy_config(CONFIG))
@@ -144,7 +144,8 @@ def safetensors(folder: Path) -> Format:
 
 def safetensors_index(folder: Path) -> Format:
     """The index of shards."""
-    from rl_distill.checkpoints.hf_folder import PolicyTensors, tensor_shapes
+    from rl_distill.checkpoints.hf_folder import PolicyTensors
+    from rl_distill.tensor_shapes import tensor_shapes
     from rl_distill.policy_config import parse_policy_config
 
     _tensors(folder)
