@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from rl_distill.options import ParallelOptions
 from rl_distill.policy_config import PolicyConfig
-from rl_distill.tensor_shapes import ROUTED, tensor_shapes
+from rl_distill.tensor_shapes import ROUTED, is_trained, tensor_shapes
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4
@@ -80,7 +80,7 @@ def _stage_shapes(
     if is_critic:
         shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
         shapes |= {"score.weight": (1, config.hidden_size), "score.bias": (1,)}
-    here = [(name, shape) for name, shape in shapes.items() if is_here(name)]
+    here = [(name, shape) for name, shape in shapes.items() if is_here(name) and is_trained(name)]
     has_copy = config.is_tied and not is_critic and stage == last > 0
     return [*here, *([(embedding, shapes[embedding])] if has_copy else [])]
 

@@ -79,3 +79,8 @@ def _feed_forward_shapes(config: PolicyConfig, layer: int) -> dict[str, Shape]:
     for expert in range(mixture.num_experts):
         shapes.update(gated(f"mlp.experts.{expert}", mixture.ffn_hidden_size))
     return shapes
+
+
+def is_trained(name: str) -> bool:
+    """Whether gradients change a tensor. Not a router's bias, which is float32 in a policy of any dtype."""
+    return not name.endswith(".e_score_correction_bias")
