@@ -2,14 +2,16 @@
 
 import asyncio
 import random
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rl_core import Batch, Ragged, RowKey
 from rl_core.errors import EngineDiedError, EngineError, WeightProofError
@@ -28,6 +30,7 @@ from rl_core.weights.broadcast import BroadcastTransport
 from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.supervised import supervised_objective
+from rl_rollout.engines.process import ProcessEngine
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.testing.reference_model import perturbed, reference_logprobs, token_logprobs
 
@@ -288,3 +291,37 @@ def test_vllm_still_needs_to_be_told_to_pack(mixture: Mixture, monkeypatch: pyte
     receipt = mixture.update(update)
     assert differing(receipt) == {name for name in tensors if is_of_experts(name)}
     assert mixture.distance_to(tensors) > 1
+
+
+@pytest.mark.soak
+def test_a_folder_that_joins_experts_takes_updates(tmp_path: Path) -> None:
+    plain, joined = write_mixture(tmp_path / "plain", 48), tmp_path / "joined"
+    shutil.copytree(plain, joined)
+    tensors, sequence = load_file(plain / "model.safetensors"), SEQUENCES[1]
+    stored = {name: tensor for name, tensor in tensors.items() if not is_of_experts(name)}
+    for layer in range(NUM_LAYERS):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            kind: torch.stack([tensors[f"{prefix}.{expert}.{kind}_proj.weight"] for expert in range(NUM_EXPERTS)])
+            for kind in ("gate", "up", "down")
+        }
+        stored[f"{prefix}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
+        stored[f"{prefix}.down_proj"] = parts["down"]
+    save_file(stored, joined / "model.safetensors", metadata={"format": "pt"})
+    new = perturbed(tensors, scale=0.02)
+
+    async def use() -> tuple[WeightReceipt, Any]:
+        options = VLLMOptions(max_model_len=96, max_num_seqs=16, kv_cache_gib=0.004, num_threads=1)
+        engine = ProcessEngine("vllm", joined, options)
+        await engine.start()
+        try:
+            return await engine.update_weights(update), (await engine.score([sequence]))[0]
+        finally:
+            await engine.close()
+
+    with closing(SharedFileTransport()) as transport:
+        update = transport.pack(new, version=1, tied={})
+        receipt, found = asyncio.run(use())
+    assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-4
+    expected = token_logprobs(reference_logprobs(plain, sequence, tensors=new), sequence)
+    np.testing.assert_allclose(found[1:], expected, rtol=0, atol=1e-4)
