@@ -18,9 +18,9 @@ from rl_core.data.ragged import Ragged
 from rl_distill.learner import MetricSums, MicroBatch, StepResult
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
 from rl_distill.megatron.ranks import LearnerRanks
+from rl_distill.model_memory import rank_memory
 from rl_distill.options import LearnerOptions, ParallelOptions
 from rl_distill.policy_config import parse_policy_config, read_policy_config
-from rl_distill.rank_memory import rank_memory
 
 MakeBatch = Callable[..., Batch]
 Started = Any  # conftest's

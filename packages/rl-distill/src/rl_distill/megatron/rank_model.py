@@ -27,10 +27,10 @@ from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.megatron.setup import ModelPlan, build_chunks, chunk_blocks
 from rl_distill.metric_sums import metric_totals
+from rl_distill.model_memory import RankMemory
 from rl_distill.objectives.comparison import LOSSES, comparison_of, with_measures
 from rl_distill.packing import Pack, scored_tokens
 from rl_distill.products import chosen_products, computing_with
-from rl_distill.rank_memory import RankMemory
 from rl_distill.schedule import learning_rate_at
 from rl_distill.teacher_heads import read_heads
 
