@@ -4,6 +4,7 @@ import asyncio
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from rl_core.weights.broadcast import BroadcastTransport
 from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.supervised import supervised_objective
+from rl_rollout.engines.process import ProcessEngine
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.testing.reference_model import perturbed, reference_logprobs, token_logprobs
 
@@ -67,11 +69,10 @@ class Mixture(NamedTuple):
     def check(self, update: WeightUpdate, receipt: WeightReceipt) -> float:
         return check_receipt(update, receipt, tolerances=self.tolerances)
 
-    def distance_to(self, tensors: Mapping[str, torch.Tensor], scratch: Path) -> float:
-        """From what transformers says with other weights; it loads them from a folder, where it joins experts."""
-        shutil.copytree(self.folder, scratch, dirs_exist_ok=True)
-        save_file(dict(tensors), scratch / "model.safetensors", metadata={"format": "pt"})
-        expected = [token_logprobs(reference_logprobs(scratch, sequence), sequence) for sequence in SEQUENCES]
+    def distance_to(self, tensors: Mapping[str, torch.Tensor]) -> float:
+        """From what transformers says with other weights."""
+        rows = [(reference_logprobs(self.folder, sequence, tensors=tensors), sequence) for sequence in SEQUENCES]
+        expected = [token_logprobs(logprobs, sequence) for logprobs, sequence in rows]
         found = asyncio.run(self.engine.score(SEQUENCES))
         return max(float(np.abs(row[1:] - right).max()) for row, right in zip(found, expected, strict=True))
 
@@ -153,13 +154,13 @@ def test_five_updates_of_the_learner_are_served_as_it_computes_them(mixture: Mix
 
 
 @pytest.mark.parametrize("transport", [TensorTransport, SharedFileTransport, BroadcastTransport])
-def test_updates_are_served_and_proven(transport: Any, mixture: Mixture, tmp_path: Path) -> None:
+def test_updates_are_served_and_proven(transport: Any, mixture: Mixture) -> None:
     tensors = perturbed(mixture.weights, scale=0.02)
     sender = transport()
     update = sender.pack(tensors, version=7, tied={})
     assert mixture.check(update, mixture.update(update)) < mixture.tolerances.probe
     sender.close()
-    assert mixture.distance_to(tensors, tmp_path) < mixture.distance
+    assert mixture.distance_to(tensors) < mixture.distance
 
 
 FAULTS = ("swapped", "stale", "transposed", "one element")
@@ -278,7 +279,7 @@ def test_experts_whose_kernel_cannot_be_read_are_refused(mixture: Mixture, monke
     assert np.array_equal(asyncio.run(mixture.engine.score(SEQUENCES[:1]))[0], before)
 
 
-def test_vllm_still_needs_to_be_told_to_pack(mixture: Mixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_still_needs_to_be_told_to_pack(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each engine's last test. Once it fails, vLLM packs by itself, and `before_reload` need not help."""
     monkeypatch.setattr("rl_rollout.engines.vllm.worker.before_reload", lambda model: None)
     tensors = perturbed(mixture.weights, scale=0.02)
@@ -289,4 +290,38 @@ def test_vllm_still_needs_to_be_told_to_pack(mixture: Mixture, tmp_path: Path, m
         return
     receipt = mixture.update(update)
     assert differing(receipt) == {name for name in tensors if is_of_experts(name)}
-    assert mixture.distance_to(tensors, tmp_path) > 1
+    assert mixture.distance_to(tensors) > 1
+
+
+@pytest.mark.soak
+def test_a_folder_that_joins_experts_takes_updates(tmp_path: Path) -> None:
+    plain, joined = write_mixture(tmp_path / "plain", 48), tmp_path / "joined"
+    shutil.copytree(plain, joined)
+    tensors, sequence = load_file(plain / "model.safetensors"), SEQUENCES[1]
+    stored = {name: tensor for name, tensor in tensors.items() if not is_of_experts(name)}
+    for layer in range(NUM_LAYERS):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            kind: torch.stack([tensors[f"{prefix}.{expert}.{kind}_proj.weight"] for expert in range(NUM_EXPERTS)])
+            for kind in ("gate", "up", "down")
+        }
+        stored[f"{prefix}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
+        stored[f"{prefix}.down_proj"] = parts["down"]
+    save_file(stored, joined / "model.safetensors", metadata={"format": "pt"})
+    new = perturbed(tensors, scale=0.02)
+
+    async def use() -> tuple[WeightReceipt, Any]:
+        options = VLLMOptions(max_model_len=96, max_num_seqs=16, kv_cache_gib=0.004, num_threads=1)
+        engine = ProcessEngine("vllm", joined, options)
+        await engine.start()
+        try:
+            return await engine.update_weights(update), (await engine.score([sequence]))[0]
+        finally:
+            await engine.close()
+
+    with closing(SharedFileTransport()) as transport:
+        update = transport.pack(new, version=1, tied={})
+        receipt, found = asyncio.run(use())
+    assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-4
+    expected = token_logprobs(reference_logprobs(plain, sequence, tensors=new), sequence)
+    np.testing.assert_allclose(found[1:], expected, rtol=0, atol=1e-4)

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from rl_distill.checkpoints.hf_folder import tensor_shapes
 from rl_distill.flops import forward_flops
 from rl_distill.policy_config import MixtureConfig, PolicyConfig
+from rl_distill.tensor_shapes import tensor_shapes
 
 SMALL = PolicyConfig(
     num_layers=2,

@@ -11,12 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_distill.learner import MetricSums, MicroBatch, StepResult
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
+from rl_distill.megatron.ranks import LearnerRanks
+from rl_distill.model_memory import rank_memory
 from rl_distill.options import LearnerOptions, ParallelOptions
+from rl_distill.policy_config import parse_policy_config, read_policy_config
 
 MakeBatch = Callable[..., Batch]
 Started = Any  # conftest's
@@ -120,6 +124,28 @@ def check_parity(started: Started, parallel: ParallelOptions, policy: Path, make
             np.testing.assert_allclose(found.tokens[name].values, column.values, rtol=0, atol=2e-5)
     for name, tensor in alone.export_weights().items():
         torch.testing.assert_close(together.export_weights()[name], tensor, rtol=0, atol=2e-5)
+    check_memory(ranks, parallel, policy)
+
+
+def check_memory(
+    ranks: LearnerRanks, parallel: ParallelOptions, policy: Path, *, model: str = "policy", dtype: str = "float32"
+) -> None:
+    """What each rank keeps after a step is what the layout says, to the byte.
+
+    Where ranks share the optimizer, megatron pads gradients, and its stretches are of different lengths.
+    """
+    config = parse_policy_config(read_policy_config(policy))
+    kind: Any = {"policy": "policy", "critic": "critic", "reference": "frozen"}[model]
+    stages = rank_memory(config, parallel, dtype=dtype, kind=kind) * (parallel.ranks // parallel.pipeline)
+    found = ranks.call_all("run", model, "memory", (), {})
+    if not parallel.distributed_optimizer:
+        assert sorted(found) == sorted(stages)
+        return
+    for one, expected in zip(sorted(found), sorted(stages), strict=True):
+        assert one.weights == expected.weights
+        assert one.gradients == pytest.approx(expected.gradients, rel=0.05)
+    optimizers = [sum(one.optimizer for one in of) for of in (found, stages)]
+    assert optimizers[0] == pytest.approx(optimizers[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("policy", ["four_layers", "four_layers_untied"])
@@ -280,6 +306,65 @@ def test_a_learner_that_was_offloaded_goes_on(
         batch = make_batch(LENGTHS, seed=step)
         assert learner.offload() >= 4 * learner.num_parameters
         assert learner.train_step(batch, policy_gradient) == other.train_step(batch, policy_gradient)
+
+
+def with_experts(batch: Batch, *, num_layers: int = 4, num_experts: int = 4) -> Batch:
+    """As an engine would tell them, at random."""
+    ids, random = batch.ragged("input_ids"), np.random.default_rng(5)
+    chosen = random.random((len(ids.values), num_layers, num_experts)).argsort(-1)[..., :2].astype(np.int16)
+    return batch.with_columns({"routed_experts": Ragged(chosen, ids.offsets)})
+
+
+def test_a_reference_of_a_mixture_chooses_its_own_experts(
+    two_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch
+):
+    ranks, batch = two_ranks.in_layout(TWO_OF_EXPERTS["EP2"]), make_batch(LENGTHS)
+    reference = MegatronReference(four_layers_of_experts, OPTIONS, ranks=ranks)
+    model = transformers.AutoModelForCausalLM.from_pretrained(four_layers_of_experts, trust_remote_code=False)
+    found = reference.logprobs(batch)
+    for ids, logprobs in zip(batch.ragged("input_ids"), found, strict=True):
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        with torch.no_grad():
+            expected = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        np.testing.assert_allclose(logprobs[1:], expected, rtol=0, atol=1e-5)
+    assert np.array_equal(reference.logprobs(with_experts(batch)).values, found.values)
+    check_memory(ranks, TWO_OF_EXPERTS["EP2"], four_layers_of_experts, model="reference")
+
+
+def test_a_critic_of_a_mixture_learns_over_ranks_and_is_transformers(
+    two_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch, tmp_path: Path
+):
+    layout = TWO_OF_EXPERTS["EP2 distributed optimizer"]
+    ranks = two_ranks.in_layout(layout)
+    alone = MegatronCritic(four_layers_of_experts, NOT_SHARING)
+    together = MegatronCritic(four_layers_of_experts, SHARING, ranks=ranks)
+    for step, tolerance in ((1, 1e-6), (2, 1e-5), (3, 1e-5)):
+        batch = make_batch(LENGTHS, seed=step, num_prompts=NUM_PROMPTS[step])
+        expected, found = (
+            alone.train_step(batch, squared_error),
+            together.train_step(with_experts(batch), squared_error),
+        )
+        assert found.loss == pytest.approx(expected.loss, rel=tolerance)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
+    check_memory(ranks, layout, four_layers_of_experts, model="critic")
+    together.save(tmp_path)
+    kind = transformers.AutoModelForTokenClassification
+    model = kind.from_pretrained(tmp_path / "policy", num_labels=1, trust_remote_code=False)
+    for ids, values in zip(batch.ragged("input_ids"), together.values(with_experts(batch)), strict=True):
+        with torch.no_grad():
+            expected = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1, 0]
+        np.testing.assert_allclose(values[1:], expected, rtol=0, atol=1e-5)
+    assert float(np.abs(alone.values(batch).values).max()) > 1e-3
+
+
+def test_float32_weights_behind_bfloat16_ones_are_foretold(
+    two_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch
+):
+    for layout in (TWO_OF_EXPERTS["EP2"], TWO_OF_EXPERTS["EP2 distributed optimizer"]):
+        ranks = two_ranks.in_layout(layout)
+        learner = MegatronLearner(four_layers_of_experts, replace(OPTIONS, dtype="bfloat16"), ranks=ranks)
+        learner.train_step(make_batch(LENGTHS), policy_gradient)
+        check_memory(ranks, layout, four_layers_of_experts, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("layout", ["TP2 EP2", "PP2 EP2"])

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import CheckpointError, DataError, SettingsError
-from rl_distill.checkpoints.hf_folder import tensor_shapes, write_policy_folder
+from rl_distill.checkpoints.hf_folder import write_policy_folder
 from rl_distill.checkpoints.plain_files import read_json_object
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, write_contents
 from rl_distill.options import LearnerOptions
 from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill.tensor_shapes import tensor_shapes
 
 FORMAT_VERSION = 2
 MAX_STEPS = 1 << 53

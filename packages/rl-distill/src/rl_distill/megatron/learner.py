@@ -21,7 +21,6 @@ from rl_distill.checkpoints.checkpoint import (
     read_header,
     require_empty,
 )
-from rl_distill.checkpoints.hf_folder import tensor_shapes
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import (
     LearnerOptions,
@@ -41,6 +40,7 @@ from rl_distill.metric_sums import metric_values
 from rl_distill.options import ParallelOptions
 from rl_distill.packing import Rows, plan_batch
 from rl_distill.parallel_layout import check_layout
+from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products
 from rl_distill.stepping import (
     check_open,
@@ -48,6 +48,7 @@ from rl_distill.stepping import (
     check_trainable,
     open_policy,
 )
+from rl_distill.tensor_shapes import tensor_shapes
 
 
 class RankedModel:
@@ -57,12 +58,15 @@ class RankedModel:
         kind: Its name on the ranks, unless another is given.
         head: What comes out.
         trains: False keeps neither gradients nor an optimizer.
+        replays: True takes the experts of the column `routed_experts`, which the policy's engine used; the routers of
+            other models choose by themselves.
         step: Optimizer steps done so far.
     """
 
     kind: ClassVar[str]
     head: ClassVar[Head] = "policy"
     trains: ClassVar[bool] = True
+    replays: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -133,8 +137,7 @@ class RankedModel:
         check_open(self._is_open)
         check_temperature(temperature)
         ids = batch.ragged("input_ids")
-        needed = {"input_ids"} | ({"routed_experts"} & batch.names)
-        shares, rows = self._shares(batch.only(needed))
+        shares, rows = self._shares(batch.only({"input_ids", ROUTED_EXPERTS} & batch.names))
         found = self._call_shares("score", shares, temperature=temperature)
         tokens = _in_batch_order(batch, rows, found)
         return tokens.get("values", Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
@@ -162,6 +165,8 @@ class RankedModel:
 
     def _shares(self, batch: Batch) -> tuple[list[RankShare], list[Rows]]:
         """Each data-parallel rank's rows in the order of its micro-batches, and which rows these are."""
+        if not self.replays:
+            batch = batch.only(batch.names - {ROUTED_EXPERTS})
         check_tokens(batch, self._source.config)
         parallel = self._ranks.parallel
         plans = plan_batch(
@@ -266,7 +271,7 @@ class TrainedModel(RankedModel):
 class MegatronLearner(TrainedModel):
     """Trains a policy with megatron-core; see `rl_distill.learner.Learner`."""
 
-    kind = "policy"
+    kind, replays = "policy", True
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Logprobs of all tokens, float32, in the batch's row order, first token 0."""

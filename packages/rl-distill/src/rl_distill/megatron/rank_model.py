@@ -27,6 +27,7 @@ from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.megatron.setup import ModelPlan, build_chunks, chunk_blocks
 from rl_distill.metric_sums import metric_totals
+from rl_distill.model_memory import RankMemory
 from rl_distill.objectives.comparison import LOSSES, comparison_of, with_measures
 from rl_distill.packing import Pack, scored_tokens
 from rl_distill.prefixes import ROUTED_EXPERTS
@@ -192,11 +193,8 @@ class RankModel:
         gradients alone.
         """
         if self._offloaded is None:
-            kept: list[Tensor] = []
-            if self._device.type != "cpu":
-                kept = [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]
-                kept += list(self._adam.tensors()) if self._adam is not None else []
-            self._offloaded = Offloaded(kept, self._gradients())
+            weights, gradients, optimizer = self._kept()
+            self._offloaded = Offloaded([] if self._device.type == "cpu" else [*weights, *optimizer], gradients)
             if self._device.type != "cpu":
                 torch.cuda.empty_cache()
         return self._offloaded.num_bytes
@@ -207,11 +205,17 @@ class RankModel:
             self._offloaded.restore()
             self._offloaded = None
 
-    def _gradients(self) -> list[Tensor]:
+    def memory(self) -> RankMemory:
+        """What the model keeps between calls, as `rank_memory` foretells it."""
+        return RankMemory(*(sum(tensor.nbytes for tensor in tensors) for tensors in self._kept()))
+
+    def _kept(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Weights, gradients and the optimizer's state."""
+        weights = [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]
         if self._adam is None:
-            return []
+            return weights, [], []
         buffers = [b for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        return [buffer.grad_data for buffer in buffers]
+        return weights, [buffer.grad_data for buffer in buffers], list(self._adam.tensors())
 
     def num_parameters(self) -> int:
         """Elements of which this rank keeps the primary copy."""

@@ -51,10 +51,29 @@ def update_file(update: WeightUpdate) -> Iterator[Path]:
 
 
 def tensor_shapes(model_dir: Path) -> Shapes:
-    """Shapes of the folder's tensors, from the files' headers."""
+    """Shapes of the folder's tensors, from the files' headers; of experts that it joins, each by itself."""
     files = sorted(model_dir.glob("*.safetensors"))
     headers = [read_safetensors_header(file, error=EngineError) for file in files]
-    return {name: tensor.shape for header in headers for name, tensor in header.items()}
+    stored = {n: torch.empty(tensor.shape, device="meta") for header in headers for n, tensor in header.items()}
+    return {name: tuple(tensor.shape) for name, tensor in each_expert(stored).items()}
+
+
+def each_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors by the names that learners publish: views of each expert's own, where a layer's are joined in two.
+
+    transformers 5 computes with [experts, 2 * ffn, hidden] `gate_up_proj` and [experts, hidden, ffn] `down_proj`.
+    """
+    apart: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, _, joined = name.rpartition(".experts.")
+        if joined not in ("gate_up_proj", "down_proj"):
+            apart[name] = tensor
+            continue
+        names = ("gate_proj", "up_proj") if joined == "gate_up_proj" else ("down_proj",)
+        for index, expert in enumerate(tensor):
+            for own, part in zip(names, expert.chunk(len(names)), strict=True):
+                apart[f"{layer}.experts.{index}.{own}.weight"] = part
+    return apart
 
 
 def check_update(update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expected: Shapes) -> None:
