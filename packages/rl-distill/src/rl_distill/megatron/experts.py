@@ -30,8 +30,8 @@ class Experts(SequentialMLP):  # type: ignore[misc]
         """
         first = [expert.linear_fc1.weight for expert in self.local_experts]
         second = [expert.linear_fc2.weight for expert in self.local_experts]
-        out = _ExpertsFunction.apply(tokens, shares, tokens_per_expert.tolist(), *first, *second)
-        return out, None
+        counts = tokens_per_expert.tolist()
+        return _ExpertsFunction.apply(tokens, shares, counts, *first, *second), None  # type: ignore[no-untyped-call]
 
 
 class _ExpertsFunction(torch.autograd.Function):
@@ -41,7 +41,7 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, shares: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
         out = tokens.new_empty(len(tokens), weights[-1].shape[0])
         hidden = []
-        parts = (tokens.split(counts), shares.unsqueeze(-1).split(counts), out.split(counts))
+        parts = (torch.split(rows, counts) for rows in (tokens, shares.unsqueeze(-1), out))
         for x, share, y, first, second in zip(*parts, *_halves(weights), strict=True):
             hidden.append(torch.mm(x, first.t()))
             torch.mm(swiglu(hidden[-1]).mul_(share), second.t(), out=y)
@@ -55,12 +55,12 @@ class _ExpertsFunction(torch.autograd.Function):
         counts = ctx.counts
         hidden, weights = saved[: len(counts)], saved[len(counts) :]
         out, out_shares = torch.empty_like(tokens), torch.empty_like(shares)
-        rows = (tokens, shares.unsqueeze(-1), grads[0], out, out_shares)
-        parts = (part.split(counts) for part in rows)
+        split = (tokens, shares.unsqueeze(-1), grads[0], out, out_shares)
+        parts = (torch.split(rows, counts) for rows in split)
         of_weights = []
         for x, share, grad, of_x, of_share, h, first, second in zip(*parts, hidden, *_halves(weights), strict=True):
             gated, of_gated = swiglu(h), torch.mm(grad, second)
-            of_share.copy_((of_gated * gated).sum(-1))
+            of_share.copy_((of_gated.to(shares.dtype) * gated).sum(-1))
             of_second = _weight_grad(second, grad, gated.mul_(share))
             of_hidden = swiglu_grad(h, of_gated.mul_(share))
             of_weights.append((_weight_grad(first, of_hidden, x), of_second))
