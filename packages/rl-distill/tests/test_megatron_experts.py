@@ -1,6 +1,7 @@
 """Experts in a single node of autograd, against megatron's own module."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,15 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 
 import rl_distill.products as products
+from rl_core.data import Batch
 from rl_distill.megatron.experts import Experts
+from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.megatron.model_spec import transformer_config
 from rl_distill.megatron.swiglu import SwiGLU
+from rl_distill.options import LearnerOptions
 from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_distill.products import computing_with, has_onednn
+from rl_distill.supervised import supervised_objective
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -122,3 +127,18 @@ def test_products_are_those_of_the_run(mixture_policy: Path, monkeypatch: pytest
     assert len(calls) == 2 * 6  # of two experts; a third has too few tokens
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_learner_that_recomputes_learns_the_same(dtype: str, mixture_policy: Path, make_batch: Callable[..., Batch]):
+    options = LearnerOptions(learning_rate=1e-3, micro_batch_tokens=12, num_threads=1, dtype=dtype)
+    kept, recomputed = (
+        MegatronLearner(mixture_policy, replace(options, recompute=recompute)) for recompute in ("none", "full")
+    )
+
+    for seed in range(2):
+        batch = make_batch((7, 3, 9, 5), seed=seed)
+        found, expected = (learner.train_step(batch, supervised_objective) for learner in (recomputed, kept))
+        assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
+    weights = recomputed.export_weights()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in kept.export_weights().items())
