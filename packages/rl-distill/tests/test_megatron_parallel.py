@@ -58,7 +58,9 @@ FOUR_OF_EXPERTS = {
     "TP2 EP2": ParallelOptions(ranks=4, tensor=2, sequence=True, expert=2),
     "TP2 EP2, experts whole": ParallelOptions(ranks=4, tensor=2, sequence=True, expert=2, expert_tensor=1),
     "PP2 EP2": ParallelOptions(ranks=4, pipeline=2, expert=2),
+    "CP2 EP2": ParallelOptions(ranks=4, context=2, expert=2),
 }
+FOUR_THAT_REPLAY = {"EP2": ParallelOptions(ranks=4, expert=2), **FOUR_OF_EXPERTS}
 
 
 def policy_gradient(
@@ -367,25 +369,54 @@ def test_float32_weights_behind_bfloat16_ones_are_foretold(
         check_memory(ranks, layout, four_layers_of_experts, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("layout", ["TP2 EP2", "PP2 EP2"])
+def check_replay(started: Started, layout: str, policy: Path, batch: Batch) -> None:
+    """Logprobs and a step are those of one rank, which computes each row on its own."""
+    alone = MegatronLearner(policy, NOT_SHARING)
+    together = MegatronLearner(policy, SHARING, ranks=started.in_layout(FOUR_THAT_REPLAY[layout]))
+    expected = alone.logprobs(batch).values
+    np.testing.assert_allclose(together.logprobs(batch).values, expected, rtol=0, atol=5e-6)
+    plain = batch.only(batch.names - {"routed_experts"})
+    assert float(np.abs(expected - alone.logprobs(plain).values).max()) > 1e-2
+    found, wanted = (learner.train_step(batch, policy_gradient) for learner in (together, alone))
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-6, abs=0)
+    assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", FOUR_THAT_REPLAY)
 def test_replayed_experts_are_the_same_over_ranks(
     layout: str, four_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch
 ):
     plain = make_batch(LENGTHS, num_prompts=3)
     offsets = plain.ragged("input_ids").offsets
     orders = np.random.default_rng(3).permuted(np.tile(np.arange(4), (NUM_TOKEN_IDS, 4, 1)), axis=2)[..., :2]
+    orders[5::7], orders[3::5, 2] = -1, -1  # known in no layer, or not in one
     chosen = orders[plain.ragged("input_ids").values]  # the same for the same token, as a shared prefix has
-    chosen[offsets[3] + 1] = (chosen[offsets[3] + 1] + 1) % 4  # but not in this row
-    batch = plain.with_columns({"routed_experts": Ragged(chosen.astype(np.int16), offsets)})
-    alone = MegatronLearner(four_layers_of_experts, NOT_SHARING)
-    together = MegatronLearner(four_layers_of_experts, SHARING, ranks=four_ranks.in_layout(FOUR_OF_EXPERTS[layout]))
+    chosen[offsets[3] + 1] = [[0, 3], [1, 2], [3, 2], [-1, -1]]  # but not in this row
 
-    expected = alone.logprobs(batch).values
-    np.testing.assert_allclose(together.logprobs(batch).values, expected, rtol=0, atol=5e-6)
-    assert float(np.abs(expected - alone.logprobs(plain).values).max()) > 1e-2
-    found, wanted = (learner.train_step(batch, policy_gradient) for learner in (together, alone))
-    assert found.loss == pytest.approx(wanted.loss, rel=1e-6, abs=1e-6)
-    assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
+    batch = plain.with_columns({"routed_experts": Ragged(chosen.astype(np.int16), offsets)})
+
+    assert 0 < (chosen < 0).mean() < 0.5
+    check_replay(four_ranks, layout, four_layers_of_experts, batch)
+
+
+@pytest.mark.parametrize(("lengths", "experts"), [(LENGTHS, [1, 0]), ((3,), [2, 3])])
+@pytest.mark.parametrize("layout", ["EP2", "TP2 EP2", "PP2 EP2", "CP2 EP2"])
+def test_ranks_without_tokens_for_their_experts(
+    layout: str,
+    lengths: tuple[int, ...],
+    experts: list[int],
+    four_ranks: Started,
+    four_layers_of_experts: Path,
+    make_batch: MakeBatch,
+):
+    """All tokens go to the experts of one rank; of a single row, other ranks have no tokens at all."""
+    plain = make_batch(lengths)
+    offsets = plain.ragged("input_ids").offsets
+    chosen = np.full((int(offsets[-1]), 4, 2), experts, dtype=np.int16)
+
+    check_replay(
+        four_ranks, layout, four_layers_of_experts, plain.with_columns({"routed_experts": Ragged(chosen, offsets)})
+    )
 
 
 ROUTED = {**TWO_OF_EXPERTS, **FOUR_OF_EXPERTS, "PP2 interleaved": TWO["PP2 interleaved"]}

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from rl_distill.megatron.experts import Experts
 from rl_distill.policy_config import PolicyConfig
 
 _DISPATCHER = {"moe_token_dispatcher_type": "alltoall"}
@@ -43,8 +43,8 @@ def mixture_settings(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def mixture_spec(expert: MLPSubmodules) -> ModuleSpec:
-    """A layer's mixture of experts, one after the other on each rank."""
-    experts = ModuleSpec(module=SequentialMLP, submodules=expert)
+    """A layer's mixture of experts."""
+    experts = ModuleSpec(module=Experts, submodules=expert)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=ReplayRouter))
 
 
