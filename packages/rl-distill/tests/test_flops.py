@@ -4,7 +4,8 @@ import pytest
 
 from rl_distill.checkpoints.hf_folder import tensor_shapes
 from rl_distill.flops import forward_flops
-from rl_distill.policy_config import MixtureConfig, PolicyConfig
+from rl_distill.mixture_config import MixtureConfig
+from rl_distill.policy_config import PolicyConfig
 
 SMALL = PolicyConfig(
     num_layers=2,

@@ -11,7 +11,8 @@ from rl_core.errors import ShapeError
 from rl_distill.checkpoints.hf_folder import tensor_shapes
 from rl_distill.megatron.convert import Block, Shard, blocks_of, padded_vocab_size
 from rl_distill.options import ParallelOptions
-from rl_distill.policy_config import MixtureConfig, PolicyConfig
+from rl_distill.mixture_config import MixtureConfig
+from rl_distill.policy_config import PolicyConfig
 
 Tensors = dict[str, torch.Tensor]
 
@@ -63,9 +64,9 @@ def megatron_state(config: PolicyConfig, shard: Shard) -> Tensors:
         shapes[layer + "input_layernorm.weight"] = (hidden,)
         shapes[layer + "pre_mlp_layernorm.weight"] = (hidden,)
         shapes[layer + "self_attention.linear_qkv.weight"] = (qkv, hidden)
-        if config.family.has_qkv_bias:
+        if config.has_qkv_bias:
             shapes[layer + "self_attention.linear_qkv.bias"] = (qkv,)
-        if config.family.has_qk_norm:
+        if config.has_qk_norm:
             shapes[layer + "self_attention.q_layernorm.weight"] = (config.head_dim,)
             shapes[layer + "self_attention.k_layernorm.weight"] = (config.head_dim,)
         shapes[layer + "self_attention.linear_proj.weight"] = (hidden, config.num_heads * config.head_dim // tensor)

@@ -70,8 +70,8 @@ def test_a_missing_head_dim_is_what_transformers_takes(architecture: str, head_d
 def test_families_differ_in_biases_norms_and_experts():
     found = [parse_policy_config({**MIXTURE, "architectures": [name]}) for name in SUPPORTED_ARCHITECTURES]
 
-    assert [config.family.has_qk_norm for config in found] == [True, True, False, False]
-    assert [config.family.has_qkv_bias for config in found] == [False, False, True, False]
+    assert [config.has_qk_norm for config in found] == [True, True, False, False]
+    assert [config.has_qkv_bias for config in found] == [False, False, True, False]
     assert [config.num_experts for config in found] == [0, 8, 0, 0]
 
 

@@ -32,4 +32,5 @@ def _feed_forward_weights(config: PolicyConfig, layer: int) -> int:
     mixture = config.mixture
     if mixture is None or not config.is_mixture(layer):
         return 3 * config.hidden_size * config.ffn_hidden_size
-    return config.hidden_size * (mixture.num_experts + 3 * mixture.top_k * mixture.ffn_hidden_size)
+    width = mixture.top_k * mixture.ffn_hidden_size + mixture.shared_ffn_hidden_size
+    return config.hidden_size * (mixture.num_experts + 3 * width)

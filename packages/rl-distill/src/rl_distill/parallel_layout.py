@@ -65,6 +65,8 @@ def _check_experts(parallel: ParallelOptions, config: PolicyConfig) -> None:
         return
     expert_tensor = parallel.expert_tensor or parallel.tensor
     _check_divides("num_experts", mixture.num_experts, "expert", parallel.expert)
+    shared = mixture.shared_ffn_hidden_size
+    _check_divides("n_shared_experts * moe_intermediate_size", shared, "tensor", parallel.tensor)
     _check_divides("moe_intermediate_size", mixture.ffn_hidden_size, "expert_tensor", expert_tensor)
     expert_ranks = expert_tensor * parallel.expert * parallel.pipeline
     if parallel.ranks % expert_ranks:

@@ -63,9 +63,9 @@ def _attention_shapes(config: PolicyConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
     for letter, rows in (("q", queries), ("k", keys), ("v", keys)):
         shapes[f"self_attn.{letter}_proj.weight"] = (rows, hidden)
-        if config.family.has_qkv_bias:
+        if config.has_qkv_bias:
             shapes[f"self_attn.{letter}_proj.bias"] = (rows,)
-    if config.family.has_qk_norm:
+    if config.has_qk_norm:
         shapes.update({f"self_attn.{letter}_norm.weight": (head_dim,) for letter in "qk"})
     shapes["self_attn.o_proj.weight"] = (hidden, queries)
     shapes["post_attention_layernorm.weight"] = (hidden,)
@@ -83,9 +83,18 @@ def _feed_forward_shapes(config: PolicyConfig, layer: int) -> dict[str, Shape]:
     if mixture is None or not config.is_mixture(layer):
         return gated("mlp", config.ffn_hidden_size)
     shapes: dict[str, Shape] = {"mlp.gate.weight": (mixture.num_experts, hidden)}
+    if mixture.sigmoid is not None:
+        shapes["mlp.gate.e_score_correction_bias"] = (mixture.num_experts,)
     for expert in range(mixture.num_experts):
         shapes.update(gated(f"mlp.experts.{expert}", mixture.ffn_hidden_size))
+    if mixture.shared_ffn_hidden_size:
+        shapes.update(gated("mlp.shared_experts", mixture.shared_ffn_hidden_size))
     return shapes
+
+
+def is_trained(name: str) -> bool:
+    """Whether gradients change a tensor. Not a router's bias, which is float32 in a policy of any dtype."""
+    return not name.endswith(".e_score_correction_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +193,10 @@ def read_policy_tensors(policy_dir: Path, config: PolicyConfig, *, dtype: torch.
     """
     tensors = PolicyTensors(policy_dir, config)
     shapes = tensor_shapes(config)
-    return {name: tensors.read(name, (0,) * len(shape), shape, dtype=dtype) for name, shape in shapes.items()}
+    return {
+        name: tensors.read(name, (0,) * len(shape), shape, dtype=dtype if is_trained(name) else torch.float32)
+        for name, shape in shapes.items()
+    }
 
 
 def _open(path: Path) -> Any:
