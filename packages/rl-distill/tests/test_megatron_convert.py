@@ -10,8 +10,8 @@ import torch
 from rl_core.errors import ShapeError
 from rl_distill.checkpoints.hf_folder import tensor_shapes
 from rl_distill.megatron.convert import Block, Shard, blocks_of, padded_vocab_size
-from rl_distill.options import ParallelOptions
 from rl_distill.mixture_config import MixtureConfig
+from rl_distill.options import ParallelOptions
 from rl_distill.policy_config import PolicyConfig
 
 Tensors = dict[str, torch.Tensor]

@@ -1,8 +1,8 @@
 """Mixtures of experts: megatron's layer and dispatcher, with a router that can replay choices.
 
 The router is Qwen3-MoE's, a softmax over all experts in float32 and the largest few, or GLM's, sigmoids and the largest
-few of the best groups by these and a bias; either way divided by their sum where the policy says so. No token is dropped,
-no auxiliary loss added, and the bias stays as it was loaded.
+few of the best groups by these and a bias; either way divided by their sum where the policy says so. No token is
+dropped, no auxiliary loss added, and the bias stays as it was loaded.
 """
 
 import contextlib
