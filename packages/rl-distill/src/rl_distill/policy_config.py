@@ -244,7 +244,7 @@ def _rotary_dim(config: Mapping[str, Any], head_dim: int, default: float | None)
     factor = finite(_rope(config).get("partial_rotary_factor") or config.get("partial_rotary_factor") or default or 1)
     rotary_dim = int(head_dim * factor)
     if factor != 1 and default is None:
-        raise SettingsError(f"partial_rotary_factor must be 1 in this architecture; config.json has {factor}.")
+        raise SettingsError(f"partial_rotary_factor must be 1.0 in this architecture; config.json has {factor}.")
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise DataError(
             f"partial_rotary_factor must rotate an even part of the {head_dim} channels of a head; found {factor}."
