@@ -87,7 +87,7 @@ class SigmoidScores(NamedTuple):
 
         Source: DeepSeek-V3, arXiv:2412.19437; megatron's own sums the top_k / top_groups largest of a group.
         """
-        groups = (scores + self.bias).unflatten(-1, (self.num_groups, -1))
+        groups = torch.unflatten(scores + self.bias, -1, (self.num_groups, -1))
         best = groups.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
         is_best = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, value=True)
         return groups.masked_fill(~is_best.unsqueeze(-1), -torch.inf).flatten(1)
@@ -130,6 +130,8 @@ def route(
 class ReplayRouter(TopKRouter):  # type: ignore[misc]
     """megatron's router, choosing as the policy's family does, or taking the experts that were chosen at rollout."""
 
+    expert_bias: torch.nn.Parameter | None
+
     def __init__(self, config: Any, pg_collection: Any = None) -> None:
         """Make the router's weight, and its bias where it has one: no gradient reaches it, and it stays float32.
 
@@ -144,10 +146,11 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ReplayRouter":
         """As torch's, which casts and moves a module's tensors; the bias is moved alone."""
-        exact = None if self.expert_bias is None else self.expert_bias.data
+        bias = self.expert_bias
+        exact = None if bias is None else bias.data
         super()._apply(fn, recurse)
-        if exact is not None:
-            self.expert_bias.data = exact.to(self.expert_bias.device)
+        if bias is not None and exact is not None:
+            bias.data = exact.to(bias.device)
         return self
 
     @contextlib.contextmanager

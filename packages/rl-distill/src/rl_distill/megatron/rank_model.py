@@ -225,6 +225,7 @@ class RankModel:
 
     def empty_state(self) -> tuple[States, dict[str, list[Block]]]:
         """float32 tensors to read a checkpoint into, by megatron name for each chunk, and their blocks."""
+        of_kind: dict[str, Sequence[Mapping[str, Tensor]]]
         of_kind = {"weights": self._weights(), "exp_avg": self._parameters(), "exp_avg_sq": self._parameters()}
         states = {
             kind: [{n: torch.zeros_like(p, dtype=torch.float32).detach() for n, p in chunk.items()} for chunk in chunks]

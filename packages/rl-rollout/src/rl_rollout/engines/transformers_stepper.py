@@ -1,6 +1,6 @@
 """A Hugging Face causal model as a `Stepper`. Importing this imports torch and transformers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -89,7 +89,7 @@ class TransformersStepper:
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `Stepper.update_weights`."""
         tensors = update_tensors(update)
-        live = self._model.state_dict()
+        live = _by_checkpoint_name(self._model.state_dict())
         check_update(update, tensors, {name: tuple(live[name].shape) for name in live if name not in update.tied})
         arrived = {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
@@ -99,7 +99,7 @@ class TransformersStepper:
             for sample in batch.samples:
                 sample.num_preempted += 1
         self._version = update.version
-        served = {name: probe_tensor(tensor) for name, tensor in self._model.state_dict().items()}
+        served = {name: probe_tensor(tensor) for name, tensor in live.items()}
         return WeightReceipt(version=update.version, arrived=arrived, live=served)
 
     def reset_prefix_cache(self) -> None:
@@ -214,6 +214,21 @@ def _scores(logits: torch.Tensor, sample: Sample) -> TokenScores:
     likeliest = logprobs.topk(sample.top_k, dim=-1).indices
     token_ids = torch.cat([tokens, likeliest], dim=-1)
     return TokenScores.after_first(token_ids.cpu().numpy(), logprobs.gather(-1, token_ids).cpu().numpy())
+
+
+def _by_checkpoint_name(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Views of a model's tensors by the names of its folder, where experts that transformers has joined are apart."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        prefix, _, joined = name.rpartition(".experts.")
+        if joined not in ("gate_up_proj", "down_proj"):
+            found[name] = tensor
+            continue
+        names = ("gate_proj", "up_proj") if joined == "gate_up_proj" else ("down_proj",)
+        for expert, matrix in enumerate(tensor):
+            parts = zip(names, matrix.chunk(len(names)), strict=True)
+            found |= {f"{prefix}.experts.{expert}.{part}.weight": view for part, view in parts}
+    return found
 
 
 @contextmanager
