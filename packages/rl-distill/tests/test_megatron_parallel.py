@@ -61,6 +61,16 @@ FOUR_OF_EXPERTS = {
     "CP2 EP2": ParallelOptions(ranks=4, context=2, expert=2),
 }
 FOUR_THAT_REPLAY = {"EP2": ParallelOptions(ranks=4, expert=2), **FOUR_OF_EXPERTS}
+OF_EXPERTS = {**TWO, **TWO_OF_EXPERTS, **FOUR_OF_EXPERTS}
+EXPERT_CASES = [
+    *[("Qwen3MoeForCausalLM", layout) for layout in (*TWO_OF_EXPERTS, *FOUR_OF_EXPERTS)],
+    *[("Glm4MoeForCausalLM", layout) for layout in ("PP2 interleaved", "TP2 EP2")],
+    *[
+        pytest.param("Glm4MoeForCausalLM", layout, marks=pytest.mark.soak)
+        for layout in ("TP2+SP", "CP2", "EP2 distributed optimizer", "TP2 EP2, experts whole", "PP2 EP2")
+    ],
+]
+"""GLM's first stage is half dense, and its shared experts are split as attention is."""
 
 
 def policy_gradient(
@@ -167,23 +177,35 @@ def test_four_ranks_are_one(
 
 
 @pytest.fixture(scope="session")
-def four_layers_of_experts(policy_writer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("four-layers-of-experts")
-    return policy_writer(folder, "Qwen3MoeForCausalLM", num_hidden_layers=4)
+def four_layers_of(policy_writer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    folders: dict[str, Path] = {}
+
+    def folder_of(architecture: str) -> Path:
+        if architecture not in folders:
+            folder = tmp_path_factory.mktemp("four-layers-of-experts")
+            folders[architecture] = policy_writer(folder, architecture, num_hidden_layers=4)
+        return folders[architecture]
+
+    return folder_of
 
 
-@pytest.mark.parametrize("layout", TWO_OF_EXPERTS)
-def test_two_ranks_of_experts_are_one(
-    layout: str, two_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch
+@pytest.fixture(scope="session")
+def four_layers_of_experts(four_layers_of: Callable[..., Path]) -> Path:
+    return four_layers_of("Qwen3MoeForCausalLM")
+
+
+@pytest.mark.parametrize(("architecture", "layout"), EXPERT_CASES)
+def test_ranks_of_experts_are_one(
+    architecture: str,
+    layout: str,
+    two_ranks: Started,
+    four_ranks: Started,
+    four_layers_of: Callable[..., Path],
+    make_batch: MakeBatch,
 ):
-    check_parity(two_ranks, TWO_OF_EXPERTS[layout], four_layers_of_experts, make_batch)
-
-
-@pytest.mark.parametrize("layout", FOUR_OF_EXPERTS)
-def test_four_ranks_of_experts_are_one(
-    layout: str, four_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch
-):
-    check_parity(four_ranks, FOUR_OF_EXPERTS[layout], four_layers_of_experts, make_batch)
+    parallel = OF_EXPERTS[layout]
+    started = two_ranks if parallel.ranks == 2 else four_ranks
+    check_parity(started, parallel, four_layers_of(architecture), make_batch)
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP CP2", "PP2 interleaved DP2", "TP2 PP2"])
@@ -240,7 +262,11 @@ def test_one_row_is_enough_for_four_ranks(four_ranks: Started, four_layers: Path
 
 
 MOVES = [("TP2", "one"), ("TP2", "PP2"), ("TP2", "DP2 distributed optimizer"), ("DP2 distributed optimizer", "TP2")]
-EXPERT_MOVES = [("EP2", "one"), ("EP2 distributed optimizer", "PP2")]
+EXPERT_MOVES = [
+    ("Qwen3MoeForCausalLM", "EP2", "one"),
+    ("Qwen3MoeForCausalLM", "EP2 distributed optimizer", "PP2"),
+    ("Glm4MoeForCausalLM", "TP2+SP", "EP2 distributed optimizer"),
+]
 
 
 @pytest.mark.parametrize(("before", "after"), [("TP2", "TP2"), ("PP2 interleaved", "PP2 interleaved"), *MOVES])
@@ -250,17 +276,18 @@ def test_a_checkpoint_goes_on_under_any_layout(
     check_moves(two_ranks, (TWO[before], TWO.get(after)), four_layers, make_batch, tmp_path)
 
 
-@pytest.mark.parametrize(("before", "after"), EXPERT_MOVES)
+@pytest.mark.parametrize(("architecture", "before", "after"), EXPERT_MOVES)
 def test_a_checkpoint_of_experts_goes_on_under_any_layout(
+    architecture: str,
     before: str,
     after: str,
     two_ranks: Started,
-    four_layers_of_experts: Path,
+    four_layers_of: Callable[..., Path],
     make_batch: MakeBatch,
     tmp_path: Path,
 ):
-    layouts = (TWO_OF_EXPERTS[before], TWO_OF_EXPERTS.get(after))
-    check_moves(two_ranks, layouts, four_layers_of_experts, make_batch, tmp_path)
+    layouts = (OF_EXPERTS[before], OF_EXPERTS.get(after))
+    check_moves(two_ranks, layouts, four_layers_of(architecture), make_batch, tmp_path)
 
 
 def check_moves(
@@ -382,21 +409,32 @@ def check_replay(started: Started, layout: str, policy: Path, batch: Batch) -> N
     assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
 
 
-@pytest.mark.parametrize("layout", FOUR_THAT_REPLAY)
+@pytest.mark.parametrize(("architecture", "num_experts", "top_k", "layout"), [
+    *[("Qwen3MoeForCausalLM", 4, 2, layout) for layout in FOUR_THAT_REPLAY],
+    ("Glm4MoeForCausalLM", 8, 3, "TP2 EP2"),
+])  # fmt: skip
 def test_replayed_experts_are_the_same_over_ranks(
-    layout: str, four_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch
+    architecture: str,
+    num_experts: int,
+    top_k: int,
+    layout: str,
+    four_ranks: Started,
+    four_layers_of: Callable[..., Path],
+    make_batch: MakeBatch,
 ):
     plain = make_batch(LENGTHS, num_prompts=3)
     offsets = plain.ragged("input_ids").offsets
-    orders = np.random.default_rng(3).permuted(np.tile(np.arange(4), (NUM_TOKEN_IDS, 4, 1)), axis=2)[..., :2]
+    each = np.tile(np.arange(num_experts), (NUM_TOKEN_IDS, 4, 1))
+    orders = np.random.default_rng(3).permuted(each, axis=2)[..., :top_k]
     orders[5::7], orders[3::5, 2] = -1, -1  # known in no layer, or not in one
     chosen = orders[plain.ragged("input_ids").values]  # the same for the same token, as a shared prefix has
-    chosen[offsets[3] + 1] = [[0, 3], [1, 2], [3, 2], [-1, -1]]  # but not in this row
+    of_another = [[0, 3, 1], [1, 2, 0], [3, 2, 1]]
+    chosen[offsets[3] + 1] = [*(row[:top_k] for row in of_another), [-1] * top_k]  # but not in this row
 
     batch = plain.with_columns({"routed_experts": Ragged(chosen.astype(np.int16), offsets)})
 
     assert 0 < (chosen < 0).mean() < 0.5
-    check_replay(four_ranks, layout, four_layers_of_experts, batch)
+    check_replay(four_ranks, layout, four_layers_of(architecture), batch)
 
 
 @pytest.mark.parametrize(("lengths", "experts"), [(LENGTHS, [1, 0]), ((3,), [2, 3])])

@@ -45,6 +45,8 @@ CASES = [
     ("Qwen3MoeForCausalLM", "sequence"),
     ("Qwen3MoeForCausalLM", "expert"),
     ("Qwen3MoeForCausalLM", "sequence-expert"),
+    ("Glm4MoeForCausalLM", "sequence"),
+    ("Glm4MoeForCausalLM", "sequence-expert"),
 ]
 
 
@@ -99,7 +101,7 @@ def score(policy_dir: Path, parallel: ParallelOptions) -> dict[str, torch.Tensor
     logprobs, entropy = vocabulary_logprobs(logits, ids[0].flip(0), part=VocabularyPart(policy.vocab_size, group))
     (logprobs.sum() + 0.1 * entropy.sum()).backward()
     out = {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "bytes": torch.tensor(tensors.num_bytes_read)}
-    grads = {name: parameter.grad for name, parameter in parameters.items()}
+    grads = {name: parameter.grad for name, parameter in parameters.items() if parameter.requires_grad}
     for block in blocks_of(grads, policy, shard):
         out[f"{block.name} {','.join(map(str, block.offsets))}"] = block.read().clone()
     return out

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from rl_distill.mixture_config import MixtureConfig
 from rl_distill.model_memory import rank_memory
 from rl_distill.options import ParallelOptions
-from rl_distill.policy_config import MixtureConfig, PolicyConfig
+from rl_distill.policy_config import PolicyConfig
 from rl_distill.tensor_shapes import count_parameters
 
 DENSE = PolicyConfig(

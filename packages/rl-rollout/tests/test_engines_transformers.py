@@ -6,21 +6,23 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from rl_core.errors import EngineError, NotReadyError, WeightProofError
-from rl_core.weights import ProofTolerances, check_receipt
+from rl_core.weights import ProofTolerances, TensorTransport, check_receipt
 from rl_core.weights.transports import SharedFileTransport
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
 from rl_rollout.engines.weight_checks import each_expert, tensor_shapes
 from rl_rollout.testing import EngineConformance, UpdateChecks, begin, generate, reference_logprobs
 from rl_rollout.testing.engine_calls import PROMPT, long_request
-from rl_rollout.testing.reference_model import perturbed
+from rl_rollout.testing.reference_model import perturbed, token_logprobs
 
 OPTIONS = TransformersOptions(max_model_len=128)
 
@@ -207,6 +209,50 @@ def test_an_update_counts_as_a_restart_of_what_runs(engine: TransformersEngine, 
 def load(model_dir: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = load_file(model_dir / "model.safetensors")
     return tensors
+
+
+TINY = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes"),
+    [
+        ("Qwen3MoeForCausalLM", {"num_experts": 4}),
+        ("Glm4MoeForCausalLM", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "attention_bias": True}),
+    ],
+)
+def test_mixtures_take_updates_of_single_experts(architecture: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model_class = getattr(transformers, architecture)
+    model_class(model_class.config_class(**TINY, **sizes)).float().save_pretrained(tmp_path / "old")
+    tensors = perturbed(load(tmp_path / "old"), scale=0.05)
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    save_file(tensors, tmp_path / "new" / "model.safetensors", metadata={"format": "pt"})
+    sequence = np.arange(2, 30, dtype=np.int32)
+    engine = started(tmp_path / "old", TransformersOptions())
+    before = asyncio.run(engine.score([sequence]))[0]
+    update = TensorTransport().pack(tensors, version=1, tied={})
+
+    receipt = asyncio.run(engine.update_weights(update))
+
+    assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-6
+    after = asyncio.run(engine.score([sequence]))[0]
+    expected = token_logprobs(reference_logprobs(tmp_path / "new", sequence), sequence)
+    np.testing.assert_allclose(after[1:], expected, atol=1e-5)
+    assert np.abs(after - before).max() > 1e-2
+    asyncio.run(engine.close())
 
 
 def test_closing_fails_who_waits_and_may_be_repeated(tied_model_dir: Path) -> None:

@@ -81,6 +81,8 @@ def _expert_problems(parallel: ParallelOptions, config: PolicyConfig) -> Iterato
         return
     expert_tensor = parallel.expert_tensor or parallel.tensor
     yield from _not_divided("num_experts", mixture.num_experts, "expert", parallel.expert)
+    shared = mixture.shared_ffn_hidden_size
+    yield from _not_divided("n_shared_experts * moe_intermediate_size", shared, "tensor", parallel.tensor)
     yield from _not_divided("moe_intermediate_size", mixture.ffn_hidden_size, "expert_tensor", expert_tensor)
     expert_ranks = expert_tensor * parallel.expert * parallel.pipeline
     if parallel.ranks % expert_ranks:

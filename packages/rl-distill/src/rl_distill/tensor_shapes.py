@@ -56,9 +56,9 @@ def _attention_shapes(config: PolicyConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
     for letter, rows in (("q", queries), ("k", keys), ("v", keys)):
         shapes[f"self_attn.{letter}_proj.weight"] = (rows, hidden)
-        if config.family.has_qkv_bias:
+        if config.has_qkv_bias:
             shapes[f"self_attn.{letter}_proj.bias"] = (rows,)
-    if config.family.has_qk_norm:
+    if config.has_qk_norm:
         shapes.update({f"self_attn.{letter}_norm.weight": (head_dim,) for letter in "qk"})
     shapes["self_attn.o_proj.weight"] = (hidden, queries)
     shapes["post_attention_layernorm.weight"] = (hidden,)
@@ -76,8 +76,12 @@ def _feed_forward_shapes(config: PolicyConfig, layer: int) -> dict[str, Shape]:
     if mixture is None or not config.is_mixture(layer):
         return gated("mlp", config.ffn_hidden_size)
     shapes: dict[str, Shape] = {"mlp.gate.weight": (mixture.num_experts, hidden)}
+    if mixture.sigmoid is not None:
+        shapes["mlp.gate.e_score_correction_bias"] = (mixture.num_experts,)
     for expert in range(mixture.num_experts):
         shapes.update(gated(f"mlp.experts.{expert}", mixture.ffn_hidden_size))
+    if mixture.shared_ffn_hidden_size:
+        shapes.update(gated("mlp.shared_experts", mixture.shared_ffn_hidden_size))
     return shapes
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_core.errors import DataError
 from rl_core.files import current_umask, read_json_object, read_safetensors_header
 from rl_distill.policy_config import PolicyConfig
-from rl_distill.tensor_shapes import Shape, tensor_shapes
+from rl_distill.tensor_shapes import Shape, is_trained, tensor_shapes
 
 _log = structlog.get_logger(__name__)
 
@@ -139,7 +139,10 @@ def read_policy_tensors(policy_dir: Path, config: PolicyConfig, *, dtype: torch.
     """
     tensors = PolicyTensors(policy_dir, config)
     shapes = tensor_shapes(config)
-    return {name: tensors.read(name, (0,) * len(shape), shape, dtype=dtype) for name, shape in shapes.items()}
+    return {
+        name: tensors.read(name, (0,) * len(shape), shape, dtype=dtype if is_trained(name) else torch.float32)
+        for name, shape in shapes.items()
+    }
 
 
 def _open(path: Path) -> Any:

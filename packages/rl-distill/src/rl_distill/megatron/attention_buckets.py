@@ -43,8 +43,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
 
     Attributes:
         buckets: (trajectories, length) of each bucket, in the order of the bucket places.
-        cos: [T, 1, 1, head_dim] float32 of the rotary embedding.
-        sin: [T, 1, 1, head_dim / 2] float32.
+        cos: [T, 1, 1, rotated channels] float32 of the rotary embedding.
+        sin: [T, 1, 1, rotated channels / 2] float32.
         heads: HeadIndex by number of heads.
         kept: [M] int64 tokens whose hidden states leave the last layer, None for all.
         experts: [T, layers, top_k] int64 experts that the engine chose, -1 where it gave none; None where it
@@ -116,7 +116,7 @@ def _head_index(places: Sequence[Places], *, num_tokens: int, num_heads: int, de
 
 
 def rotary_tables(position_ids: Tensor, *, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """cos [T, 1, 1, head_dim] and sin [T, 1, 1, head_dim / 2] of positions, float32."""
+    """cos [T, 1, 1, rotated channels] and sin, of half as many, of positions, float32."""
     angles = position_ids.float()[:, None] * frequencies.to(position_ids.device)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1)[:, None, None], sin[:, None, None]
@@ -135,7 +135,7 @@ def packed_layout(
     Args:
         position_ids: [T] int64.
         offsets: [S + 1] int64 of the segments; every one has at least one token.
-        frequencies: [head_dim / 2] float32 of the rotary embedding; see `rotary_frequencies`.
+        frequencies: [rotated channels / 2] float32 of the rotary embedding; see `rotary_frequencies`.
         head_counts: Numbers of heads (of queries, of keys) on this rank.
         spans: Of the segments' forest.
     """

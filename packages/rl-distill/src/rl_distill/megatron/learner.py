@@ -20,6 +20,7 @@ from rl_distill.checkpoints.checkpoint import (
     finish_checkpoint,
     read_header,
     require_empty,
+    state_shapes,
 )
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import (
@@ -252,9 +253,7 @@ class TrainedModel(RankedModel):
         """
         check_open(self._is_open)
         step = read_header(directory, config=self._source.config, dtype=self._options.dtype)
-        kinds = ("weights", "exp_avg", "exp_avg_sq")
-        shapes = {f"{kind}/{name}": shape for kind in kinds for name, shape in self._shapes().items()}
-        TensorFolder(directory / STATE_FOLDER).check(shapes)
+        TensorFolder(directory / STATE_FOLDER).check(state_shapes(self._shapes()))
         problems = self._ranks.call_all("read_state", self._name, directory / STATE_FOLDER)
         if any(problems):
             self._ranks.call_all("forget_state", self._name)

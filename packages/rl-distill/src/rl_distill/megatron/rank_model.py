@@ -227,7 +227,7 @@ class RankModel:
 
     def weight_blocks(self) -> list[Block]:
         """The parameters, by Hugging Face name."""
-        return self._blocks([{n: p.detach() for n, p in chunk.items()} for chunk in self._parameters()])
+        return self._blocks(self._weights())
 
     def gives(self, number: int, block: Block) -> bool:
         """True where this rank, of those that hold the same block, is the one to give it out."""
@@ -239,18 +239,16 @@ class RankModel:
         adam, parameters = self._trained(), self._parameters()
         states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in ("exp_avg", "exp_avg_sq")}
         masters = [adam.master_weights(chunk) for chunk in parameters]
-        weights = [{n: p.detach() for n, p in chunk.items()} for chunk in parameters]
-        states["weights"] = [w if m is None else m for w, m in zip(weights, masters, strict=True)]
+        states["weights"] = [{**w, **(m or {})} for w, m in zip(self._weights(), masters, strict=True)]
         return {name: self._blocks(state) for name, state in states.items()}
 
     def empty_state(self) -> tuple[States, dict[str, list[Block]]]:
         """float32 tensors to read a checkpoint into, by megatron name for each chunk, and their blocks."""
+        of_kind: dict[str, Sequence[Mapping[str, Tensor]]]
+        of_kind = {"weights": self._weights(), "exp_avg": self._parameters(), "exp_avg_sq": self._parameters()}
         states = {
-            name: [
-                {n: torch.zeros_like(p, dtype=torch.float32).detach() for n, p in chunk.items()}
-                for chunk in self._parameters()
-            ]
-            for name in ("weights", "exp_avg", "exp_avg_sq")
+            kind: [{n: torch.zeros_like(p, dtype=torch.float32).detach() for n, p in chunk.items()} for chunk in chunks]
+            for kind, chunks in of_kind.items()
         }
         return states, {name: self._blocks(state) for name, state in states.items()}
 
@@ -261,8 +259,8 @@ class RankModel:
         with torch.no_grad():
             for index, parameters in enumerate(self._parameters()):
                 weights = states["weights"][index]
-                for name, parameter in parameters.items():
-                    parameter.copy_(weights[name])
+                for name, live in self._weights()[index].items():
+                    live.copy_(weights[name])
                 moments = {name: states[name][index] for name in ("exp_avg", "exp_avg_sq")}
                 adam.load(parameters, step=step, moments=moments, master=weights if is_bf16 else None)
         self.step = step
@@ -277,6 +275,14 @@ class RankModel:
         return self._adam
 
     def _parameters(self) -> list[Parameters]:
+        """What is trained, by megatron's name."""
+        return [{n: p for n, p in chunk.items() if p.requires_grad} for chunk in self._named()]
+
+    def _weights(self) -> list[Mapping[str, Tensor]]:
+        """All that a policy's folder has, by megatron's name: also a router's bias, which is not trained."""
+        return [{name: p.detach() for name, p in chunk.items()} for chunk in self._named()]
+
+    def _named(self) -> list[Parameters]:
         return [
             {name.removeprefix("module.").removeprefix("module."): p for name, p in chunk.named_parameters()}
             for chunk in self._chunks

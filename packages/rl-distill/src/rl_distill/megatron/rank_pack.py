@@ -28,7 +28,7 @@ class Sharing:
         context_size: Number of stretches.
         sequence_size: Parts that each stretch is cut into between the matrices.
         head_counts: Heads of queries and of keys for which this rank attends.
-        frequencies: [head_dim / 2] of the rotary embedding, on the rank's device.
+        frequencies: [rotated channels / 2] of the rotary embedding, on the rank's device.
     """
 
     context_group: Any

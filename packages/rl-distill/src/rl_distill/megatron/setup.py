@@ -107,9 +107,9 @@ def fill_weights(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
         parameter.zero_()  # rows that pad the vocabulary stay zeros
     for block in chunk_blocks(parameters, plan, shard):
         if tensors is not None and (block.name in tensors or block.name not in VALUE_HEAD.values()):
-            block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=plan.dtype))
+            block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=block.view.dtype))
         elif tensors is None and block.name not in VALUE_HEAD.values():
-            whole = random_tensor(block.name, block.shape, plan).to(plan.dtype)
+            whole = random_tensor(block.name, block.shape, plan)
             block.write(whole[tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))])
 
 

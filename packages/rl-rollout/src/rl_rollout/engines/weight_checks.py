@@ -1,5 +1,7 @@
 """Which tensors a model has, and whether an update holds them."""
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from rl_core.errors import EngineError, WeightsGoneError
-from rl_core.files import read_safetensors_header, require_plain
+from rl_core.files import read_json_object, read_safetensors_header, require_plain
 from rl_core.weights import WeightUpdate
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -51,11 +53,23 @@ def update_file(update: WeightUpdate) -> Iterator[Path]:
 
 
 def tensor_shapes(model_dir: Path) -> Shapes:
-    """Shapes of the folder's tensors, from the files' headers; of experts that it joins, each by itself."""
+    """Shapes of the folder's tensors, from the files' headers; of experts that it joins, each by itself.
+
+    Layers after the last, with which GLM and others guess tokens, are left out: engines do not load them.
+    """
+    config = read_json_object(model_dir / "config.json", error=EngineError)
+    num_layers = config.get("text_config", config).get("num_hidden_layers", math.inf)
     files = sorted(model_dir.glob("*.safetensors"))
     headers = [read_safetensors_header(file, error=EngineError) for file in files]
     stored = {n: torch.empty(tensor.shape, device="meta") for header in headers for n, tensor in header.items()}
-    return {name: tuple(tensor.shape) for name, tensor in each_expert(stored).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in each_expert(stored).items()}
+    return {name: shape for name, shape in shapes.items() if _layer(name) < num_layers}
+
+
+def _layer(name: str) -> int:
+    """Index of the layer that a tensor is of; -1 of none."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
 
 
 def each_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from rl_core.data import FloatArray
 from rl_core.weights import probe_tensor, probe_vector
-from rl_rollout.engines.vllm.mixtures import ExpertPart, expert_parts
+from rl_rollout.engines.vllm.mixtures import ExpertPart, bias_parts, expert_parts
 
 LiveParts = dict[str, "list[LivePart]"]
 """What one rank serves of each tensor, by name."""
@@ -94,6 +95,12 @@ def _named_parts(model: torch.nn.Module, packed: Mapping[str, list[str]]) -> Ite
             yield f"{path}.weight", _vocabulary_part(module)
         elif isinstance(module, RoutedExperts):
             yield from ((name, _expert_part(part)) for name, part in expert_parts(path, module))
+        elif isinstance(module, MoERunner):
+            for name, bias in bias_parts(path, module):
+                values = probe_tensor(bias.read())
+                if not bias.is_expected(bias.read()):
+                    values.fill(np.nan)
+                yield name, LivePart(values=values, start=0, num_rows=len(values))
         else:
             for name, parameter in module.named_parameters(prefix=path, recurse=False):
                 probe = probe_tensor(parameter)

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from vllm import __version__ as vllm_version
 from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
@@ -22,8 +23,8 @@ from rl_core.weights import tensor_crc32c
 READABLE = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON)
 """Kernels whose layout is known: Triton takes experts as they were loaded."""
 
-_sums: "WeakKeyDictionary[torch.nn.Module, dict[tuple[int, str], int]]" = WeakKeyDictionary()
-"""Of each layer the crc32c of what it must hold after the last update, by expert and projection."""
+_sums: "WeakKeyDictionary[torch.nn.Module, dict[tuple[int, str] | None, int]]" = WeakKeyDictionary()
+"""Of each layer the crc32c of what it must hold after the last update, by expert and projection; None for its bias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,36 @@ class ExpertPart:
         return _sums.get(self.layer, {}).get((self.expert, self.projection)) == tensor_crc32c(found)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasPart:
+    """What the router of a layer adds to its scores to choose experts; every rank has all of it.
+
+    Attributes:
+        layer: vLLM's.
+    """
+
+    layer: Any
+
+    def read(self) -> torch.Tensor:
+        """[experts] float32: what the router has, whatever the gate has loaded."""
+        bias: torch.Tensor = self.layer.router.e_score_correction_bias
+        return bias.detach()
+
+    def expect(self, tensor: torch.Tensor) -> None:
+        """Note what must be read later, when a tensor arrives."""
+        _sums.setdefault(self.layer, {})[None] = tensor_crc32c(tensor.float())
+
+    def is_expected(self, found: torch.Tensor) -> bool:
+        """Whether what was read is what arrived, bit for bit."""
+        return _sums.get(self.layer, {}).get(None) == tensor_crc32c(found.float())
+
+
+def bias_parts(path: str, layer: MoERunner) -> Iterator[tuple[str, BiasPart]]:
+    """The bias of a layer's router, where it has one, by the checkpoint's name."""
+    if getattr(layer.router, "e_score_correction_bias", None) is not None:
+        yield f"{path.rpartition('.')[0]}.gate.e_score_correction_bias", BiasPart(layer=layer)
+
+
 def expert_parts(path: str, layer: RoutedExperts) -> Iterator[tuple[str, ExpertPart]]:
     """All tensors of a layer's experts, by the checkpoint's names as the model's loader knows them."""
     prefix = path.removesuffix(".routed_experts")
@@ -102,8 +133,13 @@ def before_reload(model: torch.nn.Module) -> None:
 
 
 def noted(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass an update's tensors on, and note what the experts among them must be afterwards."""
-    parts = {name: part for path, layer in _routed(model) for name, part in expert_parts(path, layer)}
+    """Pass an update's tensors on, and note what experts and biases among them must be afterwards."""
+    parts: dict[str, ExpertPart | BiasPart] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, RoutedExperts):
+            parts.update(expert_parts(path, layer))
+        elif isinstance(layer, MoERunner):
+            parts.update(bias_parts(path, layer))
     vllm_name = loader_names(model)
     for name, tensor in tensors:
         if part := parts.get(vllm_name(name)):
