@@ -6,6 +6,7 @@ Experts of other kernels are asked what they compute (`expert_probes.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from ctypes import CDLL
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -24,6 +25,7 @@ from rl_core.errors import EngineError
 from rl_core.weights import probe_vector, tensor_crc32c
 from rl_rollout.engines.vllm.expert_probes import AskedExpert, ask_of, why_not_asked
 
+LIBC = CDLL(None)
 READABLE = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON)
 """Kernels whose layout is known: Triton takes experts as they were loaded."""
 
@@ -148,11 +150,18 @@ def before_reload(model: torch.nn.Module) -> None:
 
 
 def noted(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass an update's tensors on, and note what the experts among them must be afterwards."""
+    """Pass an update's tensors on, and note what the experts among them must be afterwards.
+
+    What the allocator keeps of the first layer is given back: a layer needs its own size twice while vLLM loads it, and
+    with the rest of another that were more than a mixture of two layers. Later ones take over what is kept.
+    """
     parts = {name: part for path, layer in _routed(model) for name, part in expert_parts(path, layer)}
-    vllm_name = loader_names(model)
+    vllm_name, layers = loader_names(model), set[int]()
     for name, tensor in tensors:
         if part := parts.get(vllm_name(name)):
+            if id(part.layer) not in layers and len(layers) == 1 and hasattr(LIBC, "malloc_trim"):
+                LIBC.malloc_trim(0)
+            layers.add(id(part.layer))
             part.expect(tensor)
         yield name, tensor
 
