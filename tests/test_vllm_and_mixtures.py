@@ -224,7 +224,7 @@ def repacked(weight: torch.Tensor, isa: str, change: Callable[[torch.Tensor], to
 
     from rl_rollout.engines.vllm.mixtures import _places
 
-    plain = weight.take(_places(tuple(weight.shape), weight.dtype, isa))
+    plain = weight.take(_places(tuple(weight.shape), weight.dtype, isa).long())
     return cpu_prepack_moe_weight(change(plain).contiguous().unsqueeze(0), isa)[0]
 
 
@@ -241,15 +241,26 @@ def act_before(mixture: Mixture, method: str, act: Callable[[Any], Any], monkeyp
     monkeypatch.setattr(core, "collective_rpc", act_and_ask)
 
 
+def update_with(
+    faults: Iterable[Fault], update: WeightUpdate, mixture: Mixture, monkeypatch: pytest.MonkeyPatch
+) -> WeightReceipt:
+    with monkeypatch.context() as patch:
+        for fault in faults:
+            act_before(mixture, "replace_all_weights", fault.before, patch)
+            act_before(mixture, "probe_live_weights", fault.after, patch)
+        return mixture.update(update)
+
+
+def tensors_of_expert(name: str) -> set[str]:
+    """All three of the expert that has this one."""
+    return {f"{name.removesuffix('.weight').rpartition('.')[0]}.{each}_proj.weight" for each in ("gate", "up", "down")}
+
+
 def test_faults_in_live_experts_are_named(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
     updates = [packed(perturbed(mixture.weights, scale=1e-4 * version), version=version) for version in (1, 2)]
     for number in range(NUM_FAULTS // NUM_LAYERS):
         update, faults = updates[number % 2], [Fault(number, layer) for layer in range(NUM_LAYERS)]
-        with monkeypatch.context() as patch:
-            for fault in faults:
-                act_before(mixture, "replace_all_weights", fault.before, patch)
-                act_before(mixture, "probe_live_weights", fault.after, patch)
-            receipt = mixture.update(update)
+        receipt = update_with(faults, update, mixture, monkeypatch)
         found = differing(receipt)
         with pytest.raises(WeightProofError, match="serves something else: it was read back with other bits") as raised:
             mixture.check(update, receipt)
@@ -270,12 +281,66 @@ def test_a_stale_router_is_named(mixture: Mixture, monkeypatch: pytest.MonkeyPat
     assert raised.value.tensor == name
 
 
-def test_experts_whose_kernel_cannot_be_read_are_refused(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the layout of the kernel were not known."""
     monkeypatch.setattr("rl_rollout.engines.vllm.mixtures.READABLE", ())
+
+
+@pytest.mark.usefixtures("unreadable")
+def test_faults_in_experts_that_cannot_be_read_are_found_by_asking(
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but one element's lowest bit, which rounding hides; of stale matrices the very tensors are named."""
+    updates = [packed(perturbed(mixture.weights, scale=1e-4 * version), version=version) for version in (1, 2)]
+    missed = dict.fromkeys(FAULTS, 0)
+    for number in range(NUM_FAULTS // NUM_LAYERS):
+        update, faults = updates[number % 2], [Fault(number, layer) for layer in range(NUM_LAYERS)]
+        mixture.check(updates[1 - number % 2], mixture.update(updates[1 - number % 2]))
+        found = differing(update_with(faults, update, mixture, monkeypatch))
+        assert found <= {each for fault in faults for name in fault.named for each in tensors_of_expert(name)}
+        for fault in faults:
+            missed[fault.kind] += not fault.named <= found
+    assert missed == {"swapped": 0, "stale": 0, "transposed": 0, "one element": NUM_FAULTS // len(FAULTS)}
+
+
+@pytest.mark.usefixtures("unreadable")
+@pytest.mark.parametrize("fault", ["gate for up", "element of gate", "element of up", "element of down"])
+def test_small_faults_in_experts_that_cannot_be_read_are_found_by_asking(
+    mixture: Mixture, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(plain: torch.Tensor) -> torch.Tensor:
+        if fault == "gate for up":
+            return plain.roll(len(plain) // 2, 0)
+        row = len(plain) // 2 + 5 if fault == "element of up" else 5
+        plain[row, 7] += 4 * plain.square().mean().sqrt()
+        return plain
+
+    def act(worker: Any) -> None:
+        layer = routed(worker)[1]
+        weight = (layer.w2_weight if fault == "element of down" else layer.w13_weight).data
+        weight[2] = repacked(weight[2], layer.quant_method.moe_kernel.fused_experts.isa, change)
+
+    act_before(mixture, "probe_live_weights", act, monkeypatch)
+    update = packed(perturbed(mixture.weights, scale=0.02), version=3)
+    receipt = mixture.update(update)
+    assert differing(receipt) == tensors_of_expert("model.layers.1.mlp.experts.2.down_proj.weight")
+    with pytest.raises(WeightProofError, match=r"experts\.2\..*or its expert computes something else"):
+        mixture.check(update, receipt)
+
+
+@pytest.mark.usefixtures("unreadable")
+def test_experts_that_can_neither_be_read_nor_asked_are_refused(
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
     before = asyncio.run(mixture.engine.score(SEQUENCES[:1]))[0]
-    with pytest.raises(EngineError, match=r"layers\.0\.mlp\.experts.*cannot be read back") as raised:
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "is_monolithic", True)
+    with pytest.raises(EngineError, match=r"layers\.0\.mlp\.experts.*chooses experts itself") as raised:
         mixture.update(packed(perturbed(mixture.weights, scale=0.1), version=9))
     assert not isinstance(raised.value, EngineDiedError)
+    monkeypatch.undo()
     assert np.array_equal(asyncio.run(mixture.engine.score(SEQUENCES[:1]))[0], before)
 
 

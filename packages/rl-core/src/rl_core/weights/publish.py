@@ -179,7 +179,7 @@ def check_receipt(update: WeightUpdate, receipt: WeightReceipt, *, tolerances: P
         if not share <= tolerances.probe:
             found = f"its probe differs by {share:.2g} of its largest value (allowed {tolerances.probe:g})"
             if np.isnan(share):
-                found = "it was read back with other bits than arrived, or holds NaN,"
+                found = "it was read back with other bits than arrived, or its expert computes something else, or NaN,"
             raise WeightProofError(
                 f"tensor {name!r} arrived, but the engine serves something else: {found} at version {update.version}. "
                 "The engine kept an older copy of this tensor, or loaded it wrongly; its rollouts would be off policy "

@@ -103,7 +103,7 @@ class WeightReceipt:
         version: The version that it now serves.
         arrived: crc32c of each tensor as it arrived, by Hugging Face name.
         live: Probe of each tensor as the engine now serves it, tied names included; NaN where it read the tensor back
-            and found other bits than arrived.
+            and found other bits than arrived, or where the expert that has it computes something else.
     """
 
     version: int
