@@ -82,7 +82,7 @@ AT_LEAST = {
         *("trainer.checkpoint_every", "critic.warmup_steps", "critic.clip_grad", "critic.head_start_steps"),
         *("cluster.cpus_per_rank", "cluster.gpus_per_rank", "replicas.cpus", "replicas.gpus", "replicas.restarts"),
         *("algorithm.kl_coefficient", "metrics.log_val_generations", "metrics.log_rollouts", "metrics.probes"),
-        *("metrics.details_every", "metrics.report_every"),
+        *("metrics.details_every", "metrics.replay_rows", "metrics.report_every"),
     ),
     1: (
         *("rollout.prompts_per_step", "rollout.group_size", "rollout.max_response_tokens", "prompts.max_tokens"),
