@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_core.data import ExpertArray, IntArray, Prompt
+from rl_core.errors import DataError
+from rl_rollout.audit import RecordingEngine, audit_session
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
@@ -155,7 +158,8 @@ def conversation(engine: RolloutEngine, request: GenerateRequest, **limits: obje
 
 
 def test_turns_are_joined(engine: VLLMEngine, reference: Reference) -> None:
-    talk = conversation(engine, request_of(400, 37, max_tokens=100), max_turn_tokens=14)
+    recording = RecordingEngine(engine)
+    talk = conversation(recording.as_engine, request_of(400, 37, max_tokens=100), max_turn_tokens=14)
     told: list[Generation] = []
 
     async def converse() -> None:
@@ -170,12 +174,17 @@ def test_turns_are_joined(engine: VLLMEngine, reference: Reference) -> None:
     assert trajectory.routed_experts is not None
     assert (trajectory.routed_experts[end - 1 :] == -1).all()  # the last turn's last token, and what nobody continued
     reference.check([trajectory.input_ids[:end]], [trajectory.routed_experts[:end]])
+    audit_session(talk.trajectories, recording.spans)
+    swapped = trajectory.routed_experts.copy()
+    swapped[[40, 60]] = swapped[[60, 40]]
+    with pytest.raises(DataError, match=r"p/0/0: token 40 .* in layer 0, but the engine used"):
+        audit_session([replace(trajectory, routed_experts=swapped)], recording.spans)
 
 
 def test_turns_that_go_on_in_another_trajectory_have_its_context(engine: VLLMEngine, reference: Reference) -> None:
-    talk = conversation(
-        engine, request_of(500, 20, max_tokens=60), max_turn_tokens=14, on_context_full="new_trajectory"
-    )
+    recording = RecordingEngine(engine)
+    request = request_of(500, 20, max_tokens=60)
+    talk = conversation(recording.as_engine, request, max_turn_tokens=14, on_context_full="new_trajectory")
 
     async def converse() -> None:
         for turn in range(5):
@@ -189,6 +198,7 @@ def test_turns_that_go_on_in_another_trajectory_have_its_context(engine: VLLMEng
         end = int(np.flatnonzero(trajectory.loss_mask)[-1]) + 1
         assert trajectory.routed_experts is not None
         reference.check([trajectory.input_ids[:end]], [trajectory.routed_experts[:end]])
+    audit_session(talk.trajectories, recording.spans)
 
 
 async def midway(engine: VLLMEngine, request: GenerateRequest) -> "asyncio.Future[list[Generation]]":

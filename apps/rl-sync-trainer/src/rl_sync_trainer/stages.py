@@ -34,7 +34,7 @@ from rl_trainer_parts.reporting.step_metrics import (
     summarize_step,
 )
 from rl_trainer_parts.rollouts.answers import answers_of
-from rl_trainer_parts.rollouts.engines import expert_shape
+from rl_trainer_parts.rollouts.engines import replays
 from rl_trainer_parts.rollouts.setup import put_trajectories, sampling_params
 from rl_trainer_parts.rollouts.skip_cache import record_replay
 
@@ -249,7 +249,7 @@ async def _publish_once(parts: Parts, version: int) -> PublishReport:
     """From the learner's tensors on: export, pack, update, proof; the learner makes room for an engine that wakes."""
     settings, learners, tolerances = parts.settings, parts.learners, proof_tolerances(parts.settings)
     sequences = canary_sequences(settings, parts.inputs.train)
-    canary = learners.canary(sequences, replays=expert_shape(settings) is not None)
+    canary = learners.canary(sequences, replays=replays(settings))
     update = parts.transport.pack(learners.policy.export_weights(), version=version, tied=learners.policy.tied)
     await _wake_engine(parts)
     report = await publish_to(parts.engine, update, canary=canary, tolerances=tolerances)

@@ -9,9 +9,10 @@ from rl_core.cluster import count_room, describe_shares, machine_shares
 from rl_core.files import read_safetensors_header
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
+from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
-from rl_trainer_parts.rollouts.engines import expert_shape, replica_pool
+from rl_trainer_parts.rollouts.engines import expert_shape, replica_pool, routes_anew, why_not_replayed
 from rl_trainer_parts.settings.schema import Settings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -80,6 +81,7 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
     yield from _ranks(settings, inline_rank)
     yield f"  engine     {rollout.engine}, {settings.engine.dtype}, {where}; loop {rollout.loop}"
     yield from (f"{INDENT}{line}" for line in loop_lines)
+    yield from _replay(settings)
     yield f"{INDENT}a response ends at token {' or '.join(map(str, end_token_ids(settings.policy.path))) or 'none'}"
     yield f"  reward     {settings.reward.label}"
     if settings.algorithm.kl_coefficient:
@@ -88,6 +90,17 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
         start = settings.critic.path or "the policy's layers under a value head of zeros"
         yield f"  critic     {start}; learning rate {settings.critic.learning_rate:g}"
     yield from _teachers(settings)
+
+
+def _replay(settings: Settings) -> Iterator[str]:
+    """Whether the learner of a mixture takes the experts that the engine used."""
+    if expert_shape(settings) is not None:
+        yield f"{INDENT}tells the experts of each token, which the learner replays"
+    elif routes_anew(settings):
+        yield f"{INDENT}a mixture that trains without replay, on other experts than were sampled:"
+        yield f"{INDENT}{why_not_replayed(settings)}"
+        if math.isinf(proof_tolerances(settings).canary):
+            yield f"{INDENT}nor do logprobs prove weight updates, tensors alone do: set trainer.proof_tolerance"
 
 
 def _engine_place(settings: Settings) -> str:

@@ -117,18 +117,21 @@ def engine_options(settings: Settings) -> Any:
 
 def expert_shape(settings: Settings) -> tuple[int, int] | None:
     """Layers, and experts of a token, that rollouts tell of a mixture for the learner; None where they tell none."""
-    return None if why_not_replayed(settings) else _mixture_shape(settings)
+    return _mixture_shape(settings) if settings.distillation.texts is None and replays(settings) else None
+
+
+def replays(settings: Settings) -> bool:
+    """True for a mixture whose learner takes the experts that the engine used."""
+    return not why_not_replayed(settings) and _mixture_shape(settings) is not None
 
 
 def routes_anew(settings: Settings) -> bool:
-    """True for a mixture whose learner does not replay the engine's experts."""
+    """True for a mixture whose learner does not."""
     return bool(why_not_replayed(settings)) and _mixture_shape(settings) is not None
 
 
 def why_not_replayed(settings: Settings) -> str:
     """Why the learner of a mixture would not take the engine's experts, by setting; "" where it does."""
-    if settings.distillation.texts is not None:
-        return "distillation.texts are no engine's"
     if settings.policy.learner != "megatron":
         return f'policy.learner = "{settings.policy.learner}" cannot replay them; "megatron" can'
     if settings.rollout.engine != "vllm":
