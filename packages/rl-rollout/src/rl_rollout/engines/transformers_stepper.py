@@ -89,7 +89,7 @@ class TransformersStepper:
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `Stepper.update_weights`."""
         tensors = update_tensors(update)
-        live = _live_tensors(self._model)
+        live = self._model.state_dict()
         check_update(update, tensors, {name: tuple(live[name].shape) for name in live if name not in update.tied})
         arrived = {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
@@ -99,7 +99,7 @@ class TransformersStepper:
             for sample in batch.samples:
                 sample.num_preempted += 1
         self._version = update.version
-        served = {name: probe_tensor(tensor) for name, tensor in _live_tensors(self._model).items()}
+        served = {name: probe_tensor(tensor) for name, tensor in self._model.state_dict().items()}
         return WeightReceipt(version=update.version, arrived=arrived, live=served)
 
     def reset_prefix_cache(self) -> None:
@@ -154,21 +154,6 @@ class TransformersStepper:
                 sample.finish_reason = "stop"
             elif len(sample.token_ids) == sampling.max_tokens:
                 sample.finish_reason = "length"
-
-
-def _live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's tensors by their names in its folder; experts', which transformers joins in a layer, are views."""
-    found = {}
-    for name, tensor in model.state_dict().items():
-        layer, _, kind = name.rpartition(".")
-        if not layer.endswith(".experts") or tensor.ndim != 3:
-            found[name] = tensor
-            continue
-        kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-        for index, expert in enumerate(tensor):
-            parts = zip(kinds, expert.chunk(len(kinds)), strict=True)
-            found |= {f"{layer}.{index}.{part}.weight": view for part, view in parts}
-    return found
 
 
 class _Batch:
