@@ -141,8 +141,7 @@ def audit_trajectory(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> No
         )
     unproven = mask.copy()
     num_unproven = int(mask.sum())
-    first = trajectory.session_index % len(spans) if spans else 0  # where one request gave a session each, its own
-    for span in (*spans[first:], *spans[:first]):
+    for span in _own_first(trajectory, spans):
         if not num_unproven:
             return
         if _prove(trajectory, span, unproven):
@@ -166,33 +165,44 @@ def audit_experts(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> None:
         DataError: A row is another one; the message names its trajectory, token and layer.
     """
     num_rows = int(np.flatnonzero(trajectory.loss_mask).max(initial=0))
-    told = [
-        (span.routed_experts, _told(trajectory, span, num_rows)) for span in spans if span.routed_experts is not None
-    ]
+    told = [(experts, span) for span in _own_first(trajectory, spans) if (experts := span.routed_experts) is not None]
     given = trajectory.routed_experts
     if not num_rows or (given is None and not told):
         return
-    shape = told[0][0].shape[1:] if told else given.shape[1:]
-    given = np.full((num_rows, *shape), -1, np.int16) if given is None else given[:num_rows]
-    if given.shape[1:] != shape:
-        raise DataError(
-            f"{_name(trajectory)}: routed_experts has {list(given.shape[1:])} (layers, top_k) for each token; the "
-            f"engine told {list(shape)}."
-        )
+    given = np.full((num_rows, *told[0][0].shape[1:]), -1, np.int16) if given is None else given[:num_rows]
     expected, is_right = np.full_like(given, -1), np.zeros(num_rows, dtype=np.bool_)
-    is_sampled = np.any([is_right, *(sampled for _, (_, sampled) in told)], axis=0)
-    for experts, (known, sampled) in told:
-        rows = np.flatnonzero(np.where(is_sampled, sampled, known) & ~is_right)
-        first = rows[(expected[rows] < 0).all(axis=(1, 2))]
-        expected[first] = experts[first]
-        is_right[rows] = (given[rows] == experts[rows]).all(axis=(1, 2))
-    is_wrong = (given != expected).any(axis=2) & ~is_right[:, None]
-    for position, layer in np.argwhere(is_wrong)[:1]:
+    is_sampled = trajectory.loss_mask[1 : num_rows + 1]  # where a request that gave the next token has the word
+    for _ in range(2):  # once more for rows that no such request told
+        for experts, span in told:
+            _check_shape(trajectory, given, experts)
+            known, sampled = _told(trajectory, span, num_rows)
+            rows = np.flatnonzero(np.where(is_sampled, sampled, known) & ~is_right)
+            first = rows[(expected[rows] < 0).all(axis=(1, 2))]
+            expected[first] = experts[first]
+            is_right[rows] = (given[rows] == experts[rows]).all(axis=(1, 2))
+            if is_right.all():
+                return
+        is_sampled = is_sampled & ~(expected < 0).all(axis=(1, 2))
+    for position, layer in np.argwhere((given != expected).any(axis=2) & ~is_right[:, None])[:1]:
         raise DataError(
             f"{_name(trajectory)}: token {position} ({trajectory.input_ids[position]}) has experts "
             f"{given[position, layer].tolist()} in layer {layer}, but the engine used "
             f"{expected[position, layer].tolist()} (-1: it told none). Keep each row of Generation.routed_experts at "
             "its token, and of a token that was computed again the first."
+        )
+
+
+def _own_first(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> Sequence[SampledSpan]:
+    """All spans; where one request gave a session each, the trajectory's own comes first."""
+    first = trajectory.session_index % len(spans) if spans else 0
+    return (*spans[first:], *spans[:first])
+
+
+def _check_shape(trajectory: Trajectory, given: ExpertArray, experts: ExpertArray) -> None:
+    if given.shape[1:] != experts.shape[1:]:
+        raise DataError(
+            f"{_name(trajectory)}: routed_experts has {list(given.shape[1:])} (layers, top_k) for each token; the "
+            f"engine told {list(experts.shape[1:])}."
         )
 
 
