@@ -179,6 +179,8 @@ def test_experts_that_the_engine_tells_are_replayed(served: Served) -> None:
     divergence = {kind: float(np.mean(np.exp(-ratio) - 1 + ratio)) for kind, ratio in ratios.items()}
     if served.dtype == "bfloat16":
         assert divergence["replayed"] < divergence["anew"] / 3
+    else:  # another expert would change more
+        np.testing.assert_allclose(found["replayed"].values, found["anew"].values, rtol=0, atol=1e-6)
     other = told.values.copy()
     other[:-1, 1:] = (other[:-1, 1:] + 1) % NUM_EXPERTS
     changed = served.learner.logprobs(batch.with_columns({"routed_experts": Ragged(other, told.offsets)}))
