@@ -6,6 +6,7 @@ The layouts compute once what rows share, the one rank each row on its own.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ import transformers
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_distill.learner import MetricSums, MicroBatch, StepResult
+from rl_distill.megatron.convert import Shard
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
 from rl_distill.megatron.ranks import LearnerRanks
+from rl_distill.megatron.setup import VALUE_HEAD, chunk_blocks
 from rl_distill.model_memory import rank_memory
 from rl_distill.options import LearnerOptions, ParallelOptions
 from rl_distill.policy_config import parse_policy_config, read_policy_config
@@ -391,6 +394,17 @@ def test_a_critic_of_a_mixture_learns_over_ranks_and_is_transformers(
             expected = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1, 0]
         np.testing.assert_allclose(values[1:], expected, rtol=0, atol=1e-5)
     assert float(np.abs(alone.values(batch).values).max()) > 1e-3
+
+
+def test_ranks_count_the_blocks_of_a_critic_in_one_order(four_layers: Path):
+    """Each copy gives out the blocks of its numbers: in an order of its own, some would be given twice or never."""
+    config = parse_policy_config(read_policy_config(four_layers))
+    state = {name: torch.zeros(1, 1) for name in VALUE_HEAD}
+    plan: Any = SimpleNamespace(source=SimpleNamespace(config=config))
+    orders = [dict(sorted(state.items(), reverse=reverse)) for reverse in (False, True)]
+    for order in orders:
+        blocks = chunk_blocks(order, plan, Shard(layers=range(config.num_layers)))
+        assert [block.name for block in blocks] == list(VALUE_HEAD.values())
 
 
 def test_float32_weights_behind_bfloat16_ones_are_foretold(

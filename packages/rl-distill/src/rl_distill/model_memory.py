@@ -52,10 +52,13 @@ def rank_memory(
     kept = MOMENTS_BYTES + (MASTER_BYTES if weight < MASTER_BYTES else 0)
     found = []
     for stage in range(parallel.pipeline):
-        sizes = {True: 0, False: 0}
+        sizes, of_biases = {True: 0, False: 0}, 0
         for name, shape in _stage_shapes(config, parallel, stage, is_critic=kind == "critic"):
-            sizes[ROUTED in name] += _rank_size(name, shape, parallel.tensor, expert_size)
-        of_weights = weight * sum(sizes.values())
+            if is_trained(name):
+                sizes[ROUTED in name] += _rank_size(name, shape, parallel.tensor, expert_size)
+            else:
+                of_biases += MASTER_BYTES * math.prod(shape)
+        of_weights = weight * sum(sizes.values()) + of_biases
         if kind == "frozen":
             found.append(RankMemory(of_weights, 0, 0))
             continue
@@ -80,7 +83,7 @@ def _stage_shapes(
     if is_critic:
         shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
         shapes |= {"score.weight": (1, config.hidden_size), "score.bias": (1,)}
-    here = [(name, shape) for name, shape in shapes.items() if is_here(name) and is_trained(name)]
+    here = [(name, shape) for name, shape in shapes.items() if is_here(name)]
     has_copy = config.is_tied and not is_critic and stage == last > 0
     return [*here, *([(embedding, shapes[embedding])] if has_copy else [])]
 

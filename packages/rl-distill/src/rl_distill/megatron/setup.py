@@ -117,7 +117,7 @@ def chunk_blocks(state: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> 
     """Blocks of a chunk's tensors by megatron name, those of a critic's head among them."""
     policy = {name: tensor for name, tensor in state.items() if name not in VALUE_HEAD}
     blocks = blocks_of(policy, plan.source.config, shard)
-    for name in VALUE_HEAD.keys() & state.keys():
+    for name in (name for name in VALUE_HEAD if name in state):  # a set's order is another in each process
         blocks.append(whole_block(VALUE_HEAD[name], state[name], is_primary=shard.tensor_rank == 0))
     return blocks
 
