@@ -49,7 +49,7 @@ SIZES = {"tiny": (TINY,), "8m": (Sizes(), Sizes(num_tokens=256))}
 
 
 def measure(sizes: Sizes, *, rounds: int) -> dict[str, Any]:
-    """Milliseconds of each way in turns, after a warm-up; who begins changes from round to round.
+    """Processor milliseconds of each way in turns, after a warm-up; who begins changes from round to round.
 
     Raises:
         ValueError: A way computes something else than another.
@@ -126,20 +126,20 @@ class _Layer:
         return F.grouped_mm(hidden, second, offs=ends)
 
     def step(self, compute: Callable[[Tensor, Tensor], Tensor], products: str) -> tuple[float, float]:
-        """Seconds, and the norm of outputs and gradients."""
+        """Seconds of the processor, and the norm of outputs and gradients."""
         tokens, shares = (one.clone().requires_grad_() for one in (self.tokens, self.shares))
         weights = [*self.experts.parameters(), *self.stacks]
         for weight in weights:
             weight.main_grad.zero_()
         with computing_with(products):
-            start = time.perf_counter()
+            start = time.process_time()
             out = compute(tokens, shares)
             out.backward(self.grad)
             for weight in weights:  # as megatron's hook
                 if weight.grad is not None:
                     weight.main_grad.add_(weight.grad)
                     weight.grad = None
-            seconds = time.perf_counter() - start
+            seconds = time.process_time() - start
         parts = [out.detach(), tokens.grad, shares.grad, *(weight.main_grad for weight in weights)]
         return seconds, math.hypot(*(float(part.double().norm()) for part in parts if part is not None))
 

@@ -242,7 +242,8 @@ def add_workload(report: dict[str, Any], workload: str, preset: Preset, found: M
 
 def print_report(report: Mapping[str, Any]) -> None:
     """The tables."""
-    say(f"\n  {'workload':14}{'system':14}{'tokens/s':>10}{'best':>10}{'peak MB':>10}{'fill':>7}{'MFU':>8}")
+    if report["results"]:
+        say(f"\n  {'workload':14}{'system':14}{'tokens/s':>10}{'best':>10}{'peak MB':>10}{'fill':>7}{'MFU':>8}")
     for row in report["results"]:
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.3f}"
         speeds = f"{row['tokens_per_s']:>10,.0f}{row['tokens_per_s_best']:>10,.0f}{row['peak_memory_mb']:>10,.0f}"
