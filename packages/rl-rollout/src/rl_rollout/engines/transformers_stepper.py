@@ -99,7 +99,7 @@ class TransformersStepper:
             for sample in batch.samples:
                 sample.num_preempted += 1
         self._version = update.version
-        served = {name: probe_tensor(tensor) for name, tensor in live.items()}
+        served = {name: probe_tensor(tensor) for name, tensor in each_expert(self._model.state_dict()).items()}
         return WeightReceipt(version=update.version, arrived=arrived, live=served)
 
     def reset_prefix_cache(self) -> None:
