@@ -137,6 +137,7 @@ def test_joined_experts_are_known_one_by_one(mixture_dir: Path, tmp_path: Path) 
     joined = {"gate_up_proj": torch.cat([torch.stack(gates), torch.stack(ups)], 1), "down_proj": torch.stack(downs)}
     apart.update({f"model.layers.1.mlp.experts.{kind}": tensor for kind, tensor in joined.items()})
     save_file(apart, tmp_path / "m.safetensors")
+    shutil.copy(mixture_dir / "config.json", tmp_path)
     assert tensor_shapes(tmp_path) == tensor_shapes(mixture_dir)
     assert torch.equal(each_expert(load_file(tmp_path / "m.safetensors"))[names[1].format(2)], ups[2])
 
