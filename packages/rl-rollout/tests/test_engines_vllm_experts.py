@@ -144,7 +144,7 @@ async def ask(engine: RolloutEngine, requests: Sequence[GenerateRequest]) -> lis
 
 
 def test_prompts_in_pieces_shared_and_cached(engine: VLLMEngine, reference: Reference) -> None:
-    requests = [request_of(n, n, num_samples=6) for n in (1, 2, 31, 32, 33, 34, 63, 64, 65, 100, 129)]
+    requests = [request_of(n, n, num_samples=10) for n in (1, 2, 31, 32, 33, 34, 63, 64, 65, 100, 129)]
     for _ in range(2):  # the second time whole blocks come from the prefix cache
         reference.check_all(requests, asyncio.run(ask(engine, requests)))
 
@@ -291,7 +291,7 @@ def test_a_model_that_forgets_tokens_is_refused_with_what_to_set(engine: VLLMEng
 
 def test_enough_rows_were_looked_at(reference: Reference) -> None:
     """The module's last but the slow ones."""
-    assert reference.num_rows > 10_000
+    assert reference.num_rows > 20_000 * len(MIXTURES)
     assert reference.num_exempt < 20
 
 
