@@ -38,8 +38,8 @@ HIDDEN, NUM_EXPERTS, NUM_LAYERS = 64, 4, 2
 NUM_FAULTS = 50
 """Of each of the two engines; each layer has one at a time."""
 WHAT_TO_DO = (
-    "this vLLM packs experts by itself at a reload: `before_reload` (rl_rollout/engines/vllm/mixtures.py) need not take "
-    "the kernel away any more. Remove that and this test, or keep both for older versions that rl-rollout still allows; "
+    "this vLLM packs experts by itself at a reload: `before_reload` (rl_rollout.engines.vllm.mixtures) need not take "
+    "the kernel away any more. Remove that and this test, or keep both for older versions that rl-rollout allows; "
     "then correct point 8 of docs/decisions/0010-engines.md."
 )
 SEQUENCES = [np.random.default_rng(length).integers(2, 40, length).astype(np.int32) for length in (7, 40, 23, 64)]
