@@ -39,6 +39,11 @@ pytest.importorskip("vllm")
 HIDDEN, NUM_EXPERTS, NUM_LAYERS = 64, 4, 2
 NUM_FAULTS = 50
 """Of each of the two engines; each layer has one at a time."""
+WHAT_TO_DO = (
+    "this vLLM packs experts by itself at a reload: `before_reload` (rl_rollout.engines.vllm.mixtures) need not take "
+    "the kernel away any more. Remove that and this test, or keep both for older versions that rl-rollout allows; "
+    "then correct point 8 of docs/decisions/0010-engines.md."
+)
 SEQUENCES = [np.random.default_rng(length).integers(2, 40, length).astype(np.int32) for length in (7, 40, 23, 64)]
 LEARNER = LearnerOptions(learning_rate=3e-3, micro_batch_tokens=256, num_threads=1)
 
@@ -345,17 +350,18 @@ def test_experts_that_can_neither_be_read_nor_asked_are_refused(
 
 
 def test_vllm_still_needs_to_be_told_to_pack(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each engine's last test. Once it fails, vLLM packs by itself, and `before_reload` need not help."""
+    """Each engine's last test. Once it fails, vLLM packs by itself: see `WHAT_TO_DO`."""
     monkeypatch.setattr("rl_rollout.engines.vllm.worker.before_reload", lambda model: None)
     tensors = perturbed(mixture.weights, scale=0.02)
     update = packed(tensors, version=8)
-    if mixture.width % 32:  # the kernel's tensors have another shape
-        with pytest.raises(EngineDiedError, match="version 8 could not be loaded"):
-            mixture.update(update)
+    try:
+        receipt = mixture.update(update)
+    except EngineDiedError:  # padded experts have another shape in the kernel
+        assert mixture.width % 32
         return
-    receipt = mixture.update(update)
-    assert differing(receipt) == {name for name in tensors if is_of_experts(name)}
-    assert mixture.distance_to(tensors) > 1
+    assert not mixture.width % 32, WHAT_TO_DO
+    assert differing(receipt) == {name for name in tensors if is_of_experts(name)}, WHAT_TO_DO
+    assert mixture.distance_to(tensors) > 1, WHAT_TO_DO
 
 
 @pytest.mark.soak
