@@ -169,7 +169,7 @@ def test_canaries_are_scored_with_their_experts_amid_other_requests(mixture: Mix
 
 
 def test_a_sample_that_is_scored_twice_changes_no_step(mixture: Mixture) -> None:
-    batch = rollouts(mixture.engine)
+    batch = rollouts(mixture.engine).select(np.arange(NUM_SAMPLES))
     weights = []
     for is_measured in (True, False):
         learner = MegatronLearner(mixture.folder, LEARNER)

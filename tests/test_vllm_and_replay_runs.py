@@ -13,7 +13,7 @@ from rl_metrics.trackers.jsonl import read_metrics
 
 pytest.importorskip("vllm")
 
-STEPS = 3
+STEPS = 2
 BFLOAT16: dict[str, Any] = {
     "rollout__engine": "vllm",
     "engine__dtype": "bfloat16",
@@ -22,6 +22,7 @@ BFLOAT16: dict[str, Any] = {
     "learner__learning_rate": 1e-3,
     "trainer__steps": STEPS,
     "trainer__validate_every": 0,
+    "trainer__validate_first": False,
     "trainer__checkpoint_every": 0,
 }
 

@@ -166,18 +166,20 @@ def _computed(column: Tensor, places: Tensor, forest: PrefixForest) -> Tensor:
 
 
 def unknown_experts(packs: Sequence[Pack], layers: Sequence[int]) -> tuple[float, float]:
-    """Computed tokens that lack an expert in one of these layers, and how many there are; no row's last token counts.
+    """Computed tokens that lack an expert in one of these layers, and how many there are.
 
-    Nothing is known of the experts of a last token: it never ran through the engine's model.
+    They count where a trained token follows in their row: the last one never ran through the engine's model.
     """
     num_unknown = num_tokens = 0
     for pack in packs:
-        places = torch.from_numpy(pack.forest.places)
-        is_known = (pack.micro_batch.columns[ROUTED_EXPERTS][:, list(layers)].cpu() >= 0).flatten(1).all(1)
-        counts = torch.ones(pack.forest.num_computed, dtype=torch.bool)
-        counts[places[torch.from_numpy(pack.offsets[1:] - 1)]] = False
-        num_tokens += int(counts.sum())
-        num_unknown += int((counts & ~_computed(is_known, places, pack.forest)).sum())
+        columns, places = pack.micro_batch.columns, pack.forest.places
+        is_known = (columns[ROUTED_EXPERTS][:, list(layers)] >= 0).flatten(1).all(1).cpu().numpy()
+        num_trained = (
+            np.cumsum(columns["loss_mask"].cpu().numpy()) if "loss_mask" in columns else np.arange(len(places))
+        )
+        counts = num_trained < np.repeat(num_trained[pack.offsets[1:] - 1], np.diff(pack.offsets))
+        num_tokens += len(np.unique(places[counts]))
+        num_unknown += len(np.unique(places[counts & ~is_known]))
     return float(num_unknown), float(num_tokens)
 
 

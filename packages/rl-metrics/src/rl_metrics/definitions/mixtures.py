@@ -31,8 +31,8 @@ MIXTURES = (
     mean(
         "router/unknown_share",
         "1",
-        "Share of computed tokens whose experts the engine did not tell; the last of a trajectory, which never has "
-        "any, is not counted.",
+        "Share of computed tokens whose experts the engine did not tell; those from a trajectory's last trained token "
+        "on are not counted.",
         over="token",
         healthy=Band(high=0.01, source=THUMB),
     ),
