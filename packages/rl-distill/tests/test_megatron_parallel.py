@@ -61,8 +61,14 @@ FOUR_OF_EXPERTS = {
     "TP2 EP2": ParallelOptions(ranks=4, tensor=2, sequence=True, expert=2),
     "TP2 EP2, experts whole": ParallelOptions(ranks=4, tensor=2, sequence=True, expert=2, expert_tensor=1),
     "PP2 EP2": ParallelOptions(ranks=4, pipeline=2, expert=2),
+}
+FOUR_THAT_REPLAY = {
+    "EP2": ParallelOptions(ranks=4, expert=2),
+    "TP2 EP2": FOUR_OF_EXPERTS["TP2 EP2"],
+    "PP2 EP2": FOUR_OF_EXPERTS["PP2 EP2"],
     "CP2 EP2": ParallelOptions(ranks=4, context=2, expert=2),
 }
+<<<<<<< HEAD
 FOUR_THAT_REPLAY = {"EP2": ParallelOptions(ranks=4, expert=2), **FOUR_OF_EXPERTS}
 OF_EXPERTS = {**TWO, **TWO_OF_EXPERTS, **FOUR_OF_EXPERTS}
 EXPERT_CASES = [
@@ -81,6 +87,8 @@ EXPERT_CASES = [
     ],
 ]
 """GLM's first stage is half dense, and its shared experts are split as attention is."""
+=======
+>>>>>>> experts
 
 
 def policy_gradient(
@@ -459,7 +467,7 @@ def test_replayed_experts_are_the_same_over_ranks(
 
 
 @pytest.mark.parametrize(("lengths", "experts"), [(LENGTHS, [1, 0]), ((3,), [2, 3])])
-@pytest.mark.parametrize("layout", ["EP2", "TP2 EP2", "PP2 EP2", "CP2 EP2"])
+@pytest.mark.parametrize("layout", FOUR_THAT_REPLAY)
 def test_ranks_without_tokens_for_their_experts(
     layout: str,
     lengths: tuple[int, ...],
