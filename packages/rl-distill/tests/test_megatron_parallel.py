@@ -68,8 +68,6 @@ FOUR_THAT_REPLAY = {
     "PP2 EP2": FOUR_OF_EXPERTS["PP2 EP2"],
     "CP2 EP2": ParallelOptions(ranks=4, context=2, expert=2),
 }
-<<<<<<< HEAD
-FOUR_THAT_REPLAY = {"EP2": ParallelOptions(ranks=4, expert=2), **FOUR_OF_EXPERTS}
 OF_EXPERTS = {**TWO, **TWO_OF_EXPERTS, **FOUR_OF_EXPERTS}
 EXPERT_CASES = [
     *[("Qwen3MoeForCausalLM", layout) for layout in (*TWO_OF_EXPERTS, *FOUR_OF_EXPERTS)],
@@ -87,8 +85,6 @@ EXPERT_CASES = [
     ],
 ]
 """GLM's first stage is half dense, and its shared experts are split as attention is."""
-=======
->>>>>>> experts
 
 
 def policy_gradient(
