@@ -36,7 +36,6 @@ from rl_distill.megatron.model import Head
 from rl_distill.megatron.rank_shares import RankShare, StepShare
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.setup import ModelPlan
-from rl_distill.megatron.token_checks import check_tokens
 from rl_distill.metric_sums import metric_values
 from rl_distill.options import ParallelOptions
 from rl_distill.packing import Rows, plan_batch
@@ -50,6 +49,7 @@ from rl_distill.stepping import (
     open_policy,
 )
 from rl_distill.tensor_shapes import tensor_shapes
+from rl_distill.token_checks import check_tokens
 
 
 class RankedModel:
