@@ -14,7 +14,14 @@ from rl_core.cluster.ray.session import RayOptions, prepare_environment
 pytest_plugins = ["run_summary"]
 
 SHARED = {
-    "vLLM": ("test_engines_vllm", "test_gateway_vllm", "test_vllm_and", "test_distillation_run", "test_teachers_agree"),
+    "vLLM": (
+        "test_engines_vllm",
+        "test_gateway_vllm",
+        "test_vllm_and",
+        "test_mixture_example",
+        "test_distillation_run",
+        "test_teachers_agree",
+    ),
     "Ray": ("test_ray_", "test_async_ray"),
     "browser": ("test_report_",),
 }

@@ -5,6 +5,8 @@
                                              <- {"step_s", "loss", "grad_norm", "num_tokens", "num_computed_tokens"}
     -> {"operation": "bound", "workload": name, "seed": n}
                                              <- {"bound"}, of our side that shares nothing, as _learner_bound.py
+    -> {"operation": "experts", "rounds": n}
+                                             <- {"experts"}, of our side, as _learner_experts.py
     -> {"operation": "about"}                <- {"peak_bytes", "start_bytes", "device", "threads", "versions"}
     -> {"operation": "quit"}, or end of input    <- (ends with status 0)
 
@@ -49,11 +51,14 @@ class Side(Protocol):
         """One optimizer step on a batch, from rows on the host to updated weights."""
 
 
-class Sharing(Side, Protocol):
-    """A side that knows what could be shared."""
+class Ours(Side, Protocol):
+    """A side that knows what could be shared, and has experts."""
 
     def bound(self, rows: Rows) -> float:
         """How many times as fast a step could be."""
+
+    def experts(self, preset: str, *, rounds: int) -> list[dict[str, Any]]:
+        """How long a layer's experts take, in several ways."""
 
 
 Opened = Callable[[Path, Preset], Side]
@@ -82,7 +87,9 @@ def serve(opened: Opened, *, packages: tuple[str, ...]) -> int:
                     answer = timed_step(side, make_rows(preset, request["workload"], seed=request["seed"]))
                 case "bound":
                     rows = make_rows(preset, request["workload"], seed=request["seed"])
-                    answer = {"bound": cast("Sharing", side).bound(rows)}
+                    answer = {"bound": cast("Ours", side).bound(rows)}
+                case "experts":
+                    answer = {"experts": cast("Ours", side).experts(options.preset, rounds=request["rounds"])}
                 case "about":
                     answer = about(packages, start_bytes)
                 case _:

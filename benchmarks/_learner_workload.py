@@ -12,6 +12,12 @@ SHARED = ("shared_256_8", "shared_512_16", "trees")
 """Workloads whose rows begin alike, which are also measured against our learner computing each row on its own."""
 
 WORKLOADS = ("equal", "ragged", *SHARED)
+EXPERTS = "experts"
+"""Of one layer of a mixture alone, without a peer: see _learner_experts.py."""
+
+WHOLE_GROUPS = {"shared_512_16": 16 * 768}
+"""Tokens of a micro-batch, where the preset's would cut a prompt's rows apart that are computed each on its own."""
+
 OPTIMIZER: dict[str, Any] = {
     "learning_rate": 1e-5,
     "betas": (0.9, 0.999),

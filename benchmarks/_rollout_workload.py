@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-RAGGED, UPDATE = "ragged", "weight_update"
-WORKLOADS = ("equal", RAGGED, UPDATE)
+RAGGED, UPDATE, EXPERTS = "ragged", "weight_update", "experts"
+WORKLOADS = ("equal", RAGGED, UPDATE, EXPERTS)
+NUM_EXPERTS, TOP_K = 16, 4
+"""Of each layer of `experts`' policy; all together are four times as wide as the layer of another policy."""
 END_TOKEN = 1
 HEAD_DIM = 64
 
@@ -69,7 +71,7 @@ def make_prompts(preset: Preset, *, seed: int) -> NDArray[np.int32]:
 
 
 def write_policy(preset: Preset, workload: str, folder: Path) -> None:
-    """The policy of a workload: that of `equal` has no end token. The weights are the same.
+    """The policy of a workload: only that of `ragged` has an end token, that of `experts` is a mixture.
 
     Written without torch and transformers, which take longer to import than a quick benchmark takes for the rest.
     """
@@ -92,14 +94,21 @@ def write_policy(preset: Preset, workload: str, folder: Path) -> None:
         "tie_word_embeddings": True,
         "eos_token_id": END_TOKEN if workload == RAGGED else None,
     }
+    if workload == EXPERTS:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": hidden,
+            "num_experts": NUM_EXPERTS,
+            "num_experts_per_tok": TOP_K,
+            "norm_topk_prob": True,
+        }
     matrices = {
         "self_attn.q_proj": (heads * HEAD_DIM, hidden),
         "self_attn.k_proj": (groups * HEAD_DIM, hidden),
         "self_attn.v_proj": (groups * HEAD_DIM, hidden),
         "self_attn.o_proj": (hidden, heads * HEAD_DIM),
-        "mlp.gate_proj": (4 * hidden, hidden),
-        "mlp.up_proj": (4 * hidden, hidden),
-        "mlp.down_proj": (hidden, 4 * hidden),
+        **(mixture_of(hidden) if workload == EXPERTS else mlp_of("mlp", hidden, 4 * hidden)),
     }
     norms = {
         "self_attn.q_norm": HEAD_DIM,
@@ -118,6 +127,19 @@ def write_policy(preset: Preset, workload: str, folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def mlp_of(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, int]]:
+    """Shapes of its three matrices."""
+    return {f"{prefix}.{name}_proj": (width, hidden) for name in ("gate", "up")} | {
+        f"{prefix}.down_proj": (hidden, width)
+    }
+
+
+def mixture_of(hidden: int) -> dict[str, tuple[int, int]]:
+    """Shapes of a mixture's router and experts."""
+    experts = [mlp_of(f"mlp.experts.{index}", hidden, hidden) for index in range(NUM_EXPERTS)]
+    return {"mlp.gate": (NUM_EXPERTS, hidden), **{name: shape for one in experts for name, shape in one.items()}}
 
 
 def weights_of(random: np.random.Generator, rows: int, columns: int) -> NDArray[np.float32]:

@@ -3,7 +3,8 @@
     nox -s bench -- learner [--preset 8m] [--rounds 5] [--threads 1] [--workload equal,ragged] [--quick] [--json FILE]
 
 Both sides are processes that take turns, a step each; benchmarks/README.md says what is timed. On a GPU the preset is
-0.6b, the shape of Qwen3-0.6B in bfloat16. --quick takes one round of a tiny preset.
+0.6b, the shape of Qwen3-0.6B in bfloat16. --quick takes one round of a tiny preset. --control adds transformers with
+MKL's code for Intel's processors, which MKL does not take on others.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import os
 import platform
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +26,7 @@ import torch
 import transformers
 from _children import BENCHMARKS, ChildFailedError, Peer
 from _learner_summary import (
+    CONTROL,
     OURS,
     PEER,
     UNSHARED,
@@ -34,20 +37,24 @@ from _learner_summary import (
     model_flops,
     result_row,
 )
-from _learner_workload import OPTIMIZER, PRESETS, SHARED, WORKLOADS, Preset, make_rows
+from _learner_workload import EXPERTS, OPTIMIZER, PRESETS, SHARED, WHOLE_GROUPS, WORKLOADS, Preset, make_rows
 
 SIDES = {OURS: "our_learner.py", PEER: "transformers_learner.py", UNSHARED: "our_learner.py"}
+SIDES[CONTROL] = SIDES[PEER]
 STEP_TIMEOUT_S = 600.0
 
 
 def main(words: Sequence[str]) -> int:
     """Run the comparison and give the exit status: 0 unless a side fails or they disagree; targets are reported."""
     options = parse(words)
-    if min(options.rounds, options.threads, options.budget) < 1 or not set(options.workload) <= set(WORKLOADS):
-        sys.stderr.write(f"error: numbers must be at least 1, --workload of {', '.join(WORKLOADS)}; found {words}\n")
+    known = {*WORKLOADS, EXPERTS}
+    if min(options.rounds, options.threads, options.budget or 1) < 1 or not set(options.workload) <= known:
+        names = ", ".join((*WORKLOADS, EXPERTS))
+        sys.stderr.write(f"error: numbers must be at least 1, --workload of {names}; found {words}\n")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the sides are then stopped as after Ctrl-C
-    preset = replace(PRESETS[options.preset], budget=options.budget)
+    preset = PRESETS[options.preset]
+    preset = replace(preset, budget=options.budget or preset.budget)
     report = new_report(options, preset)
     say(f"{preset.num_parameters:,} parameters, {preset.dtype}, {options.threads} threads, {options.rounds} rounds")
     try:
@@ -55,8 +62,10 @@ def main(words: Sequence[str]) -> int:
             write_policy(preset, Path(folder) / "policy")
             # Quick sides serve all workloads; others start anew for each, as their memory is measured.
             for workloads in [options.workload] if options.quick else [[name] for name in options.workload]:
-                for workload, found in run_workloads(workloads, options, Path(folder)).items():
+                measured, experts = run_workloads(workloads, options, Path(folder))
+                for workload, found in measured.items():
                     add_workload(report, workload, preset, found)
+                report[EXPERTS] += experts
     except (ChildFailedError, DisagreementError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -73,17 +82,18 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     about = __doc__.splitlines()[0] if __doc__ else ""
     parser = argparse.ArgumentParser(prog="nox -s bench -- learner", description=about)
     default = "0.6b" if torch.cuda.is_available() else "8m"
+    workloads = WORKLOADS if torch.cuda.is_available() else (*WORKLOADS, EXPERTS)
     parser.add_argument("--preset", choices=list(PRESETS), default=default, help="size of model and batch")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each side, after a warm-up")
     parser.add_argument("--threads", type=int, default=1, help="of each side, on a CPU")
-    parser.add_argument("--budget", type=int, help="most tokens of a micro-batch, padding included; the preset has one")
-    parser.add_argument("--workload", default=",".join(WORKLOADS), help="which to run, with commas between")
+    parser.add_argument("--budget", type=int, help="most tokens of a micro-batch, padding included; else the preset's")
+    parser.add_argument("--workload", default=",".join(workloads), help="which to run, with commas between")
+    parser.add_argument("--control", action="store_true", help="also transformers with MKL's code for Intel's")
     parser.add_argument("--quick", action="store_true", help="preset tiny and one round: does it run at all")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(words)
     if options.quick:
         options.preset, options.rounds = "tiny", 1
-    options.budget = options.budget or PRESETS[options.preset].budget
     options.workload = options.workload.split(",")
     return options
 
@@ -99,16 +109,21 @@ def write_policy(preset: Preset, folder: Path) -> None:
 
 def run_workloads(
     workloads: Sequence[str], options: argparse.Namespace, folder: Path
-) -> dict[str, dict[str, Measured]]:
+) -> tuple[dict[str, dict[str, Measured]], list[dict[str, Any]]]:
     """A step of each side in turns, for one workload after another; who begins changes from round to round.
+
+    Returns:
+        What each side measured of each workload, and of experts, where they are one of the workloads.
 
     Raises:
         ChildFailedError: A side failed.
     """
-    found = {workload: {side: Measured() for side in sides_of(workload)} for workload in workloads}
+    found = {name: {side: Measured() for side in sides_of(name, options)} for name in workloads if name != EXPERTS}
+    experts: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        sides = {side: None for of in found.values() for side in of}
-        peers = {side: stack.enter_context(start(side, options, folder)) for side in sides}
+        sides = {side: None for of in found.values() for side in of} or {OURS: None}
+        budget = budget_of(workloads, options)
+        peers = {side: stack.enter_context(start(side, options, folder, budget=budget)) for side in sides}
         for workload in sorted(found, key=lambda name: name not in SHARED):  # while all sides have done the same steps
             of = found[workload]
             for number in range(options.rounds + 1):
@@ -118,19 +133,30 @@ def run_workloads(
                 tell(workload, number, of)
             for side in of:
                 of[side].about = peers[side].ask({"operation": "about"}, timeout_s=STEP_TIMEOUT_S)
+        if EXPERTS in workloads:
+            request = {"operation": EXPERTS, "rounds": options.rounds}
+            experts = peers[OURS].ask(request, timeout_s=STEP_TIMEOUT_S)[EXPERTS]
         for workload, of in found.items():  # at the end, as it is a step more, with a profiler's memory
             if UNSHARED in of and not torch.cuda.is_available():
                 request = {"operation": "bound", "workload": workload, "seed": 0}
                 of[UNSHARED].bound = peers[UNSHARED].ask(request, timeout_s=STEP_TIMEOUT_S)["bound"]
-    return found
+    return found, experts
 
 
-def sides_of(workload: str) -> list[str]:
+def budget_of(workloads: Sequence[str], options: argparse.Namespace) -> int:
+    """Most tokens of a micro-batch, padding included."""
+    least: int = PRESETS[options.preset].budget
+    of_workload = 0 if options.quick else max(WHOLE_GROUPS.get(name, 0) for name in workloads)
+    return options.budget or max(least, of_workload)
+
+
+def sides_of(workload: str, options: argparse.Namespace) -> list[str]:
     """Who takes turns: where rows begin alike, also our learner that computes each on its own."""
-    return [OURS, PEER, UNSHARED] if workload in SHARED else [OURS, PEER]
+    others = [side for side, is_there in ((UNSHARED, workload in SHARED), (CONTROL, options.control)) if is_there]
+    return [OURS, PEER, *others]
 
 
-def start(side: str, options: argparse.Namespace, folder: Path) -> Peer:
+def start(side: str, options: argparse.Namespace, folder: Path, *, budget: int) -> Peer:
     """Start a side and wait until its model is there."""
     command = [
         sys.executable,
@@ -138,7 +164,7 @@ def start(side: str, options: argparse.Namespace, folder: Path) -> Peer:
         f"--policy={folder / 'policy'}",
         f"--preset={options.preset}",
         f"--threads={options.threads}",
-        f"--budget={options.budget}",
+        f"--budget={budget}",
     ]
     variables = {
         "OMP_NUM_THREADS": str(options.threads),
@@ -146,7 +172,18 @@ def start(side: str, options: argparse.Namespace, folder: Path) -> Peer:
     }
     if side == UNSHARED:
         variables["SHARED_PREFIX_TOKENS"] = "0"
+    if side == CONTROL:
+        variables["LD_PRELOAD"] = str(intel_for_mkl(folder))
     return Peer(side, command, folder, variables=variables)
+
+
+def intel_for_mkl(folder: Path) -> Path:
+    """A library that tells MKL that the processor is Intel's; needs a C compiler."""
+    library = folder / "intel.so"
+    code = b"int mkl_serv_intel_cpu_true(void) { return 1; }"
+    if not library.exists():
+        subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-o", library, "-"], input=code, check=True)
+    return library
 
 
 def tell(workload: str, number: int, found: Mapping[str, Measured]) -> None:
@@ -175,6 +212,7 @@ def new_report(options: argparse.Namespace, preset: Preset) -> dict[str, Any]:
         },
         "results": [],
         "comparisons": [],
+        EXPERTS: [],
     }
 
 
@@ -196,7 +234,7 @@ def add_workload(report: dict[str, Any], workload: str, preset: Preset, found: M
         num_parameters=preset.num_parameters, lengths=lengths, attention_size=sizes[0] * sizes[1] * sizes[2]
     )
     report["results"] += [result_row(side, workload, of, flops=flops) for side, of in found.items()]
-    for side in sides_of(workload)[1:]:
+    for side in list(found)[1:]:
         differences = check_agreement(found[OURS], found[side], tolerance=preset.tolerance)
         compared = comparison(workload, found[OURS], found[side], peer=side)
         report["comparisons"].append({**compared, "largest_relative_difference": differences})
@@ -204,17 +242,30 @@ def add_workload(report: dict[str, Any], workload: str, preset: Preset, found: M
 
 def print_report(report: Mapping[str, Any]) -> None:
     """The tables."""
-    say(f"\n  {'workload':14}{'system':14}{'tokens/s':>10}{'best':>10}{'peak MB':>10}{'fill':>7}{'MFU':>8}")
+    if report["results"]:
+        say(f"\n  {'workload':14}{'system':14}{'tokens/s':>10}{'best':>10}{'peak MB':>10}{'fill':>7}{'MFU':>8}")
     for row in report["results"]:
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.3f}"
         speeds = f"{row['tokens_per_s']:>10,.0f}{row['tokens_per_s_best']:>10,.0f}{row['peak_memory_mb']:>10,.0f}"
         say(f"  {row['workload']:14}{row['system']:14}{speeds}{row['fill']:>7.2f}{mfu:>8}")
+    for of in report[EXPERTS]:
+        sizes = f"{of['num_experts']} experts of {of['hidden_size']} x {of['ffn_hidden_size']}"
+        say(f"\n  {sizes}, {of['num_tokens']} tokens of {of['top_k']} each")
+        for way, row in of["ways"].items():
+            say(f"  {way:28}{row['ms']:>10,.1f} ms{row['gflops_per_s']:>8,.1f} GF/s")
     say("\ntargets")
-    for of in report["comparisons"]:
+    for of in report[EXPERTS]:
         rounds = ", ".join(f"{ratio:.2f}" for ratio in of["ratio_of_rounds"])
         verdict = "met" if of["is_met"] else "missed"
+        say(
+            f"  experts: {of['ratio']:.3f} times {of['best_other']} (rounds {rounds}), with {of['products']}'s products"
+        )
+        say(f"    wanted {of['wanted']:g}: {verdict}")
+    for of in report["comparisons"]:
+        rounds = ", ".join(f"{ratio:.2f}" for ratio in of["ratio_of_rounds"])
         say(f"  {of['workload']}: {of['ratio']:.3f} times {of['peer']} (rounds {rounds})")
-        say(f"    wanted {of['wanted']:g}: {verdict}; {of['memory_ratio']:.2f} times its peak memory")
+        verdict = "" if of["wanted"] is None else f"wanted {of['wanted']:g}: {'met' if of['is_met'] else 'missed'}; "
+        say(f"    {verdict}{of['memory_ratio']:.2f} times its peak memory")
         if of["bound"] is not None:
             say(f"    {of['share_of_bound']:.2f} of the bound, {of['bound']:.2f}")
         found = of["largest_relative_difference"]

@@ -1,9 +1,10 @@
 """Our agent loop on vLLM side by side with vLLM's and transformers' own generate; weight updates with a copy.
 
     nox -s bench -- rollout [--preset 6m] [--rounds 5] [--threads 1] [--quick] [--json FILE]
-        [--workload equal,ragged,weight_update]
+        [--workload equal,ragged,weight_update,experts]
 
-The systems are processes that take turns, a batch each; benchmarks/README.md says what is timed. --quick takes one
+The systems are processes that take turns, a batch each; `experts` compares a mixture whose engine reports its experts
+with one whose engine does not. benchmarks/README.md says what is timed. --quick takes one
 round of a tiny preset on the reference engine, without vLLM.
 """
 
@@ -21,12 +22,13 @@ from statistics import median
 from typing import Any
 
 from _children import BENCHMARKS, LEFT_OUT, ChildFailedError, Peer
-from _rollout_workload import PRESETS, RAGGED, UPDATE, UPDATE_PRESETS, WORKLOADS, write_policy
+from _rollout_workload import EXPERTS, PRESETS, RAGGED, UPDATE, UPDATE_PRESETS, WORKLOADS, write_policy
 
-OURS, VLLM, TRANSFORMERS, COPY = "ours", "vllm", "transformers", "copy"
+OURS, VLLM, TRANSFORMERS, COPY, UNTOLD = "ours", "vllm", "transformers", "copy", "without experts"
 SYSTEMS = {OURS: "our_rollout.py", VLLM: "vllm_rollout.py", TRANSFORMERS: "transformers_rollout.py"}
+MIXTURE_SYSTEMS = {OURS: SYSTEMS[OURS], UNTOLD: SYSTEMS[OURS]}
 OPERATION_TIMEOUT_S = 600.0
-TARGETS = {("equal", VLLM): 0.95, ("ragged", VLLM): 0.95, ("ragged", TRANSFORMERS): 1.0}
+TARGETS = {("equal", VLLM): 0.95, ("ragged", VLLM): 0.95, ("ragged", TRANSFORMERS): 1.0, (EXPERTS, UNTOLD): 0.97}
 """Least ratio of our tokens/s to another's."""
 UPDATE_TIMES = {OURS: "ours_s", COPY: "copy_s"}
 WARM_UPS = 3
@@ -92,7 +94,8 @@ def run_workload(workload: str, options: argparse.Namespace, folder: Path, repor
     Raises:
         ChildFailedError: A system failed.
     """
-    speeds: dict[str, list[tuple[float, int]]] = {system: [] for system in SYSTEMS if system not in report["skipped"]}
+    systems = MIXTURE_SYSTEMS if workload == EXPERTS else SYSTEMS
+    speeds: dict[str, list[tuple[float, int]]] = {system: [] for system in systems if system not in report["skipped"]}
     write_policy(PRESETS[options.preset], workload, folder / workload)
     with ExitStack() as stack:
         peers = {
@@ -145,9 +148,10 @@ def ask_updates(peer: Peer, rounds: int) -> list[dict[str, float]]:
 
 def start(system: str, policy: Path, preset: str, options: argparse.Namespace) -> Peer:
     """Start a system and wait until its model is there."""
-    script = str(BENCHMARKS / "peers" / SYSTEMS[system])
+    script = str(BENCHMARKS / "peers" / (SYSTEMS | MIXTURE_SYSTEMS)[system])
     words = [f"--policy={policy}", f"--preset={preset}", f"--threads={options.threads}"]
     words += ["--engine=transformers"] if options.quick else []
+    words += ["--engine=vllm without experts"] if system == UNTOLD else []
     variables = {"OMP_NUM_THREADS": str(options.threads)}
     return Peer(system, [sys.executable, script, *words], policy.parent, variables=variables)
 

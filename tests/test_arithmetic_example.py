@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,12 +27,11 @@ import run
 
 def test_a_prepared_folder_passes_the_checks_of_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare, prepared = example_module("prepare"), tmp_path / "prepared"
-    monkeypatch.setattr(prepare, "WARM_UP_STEPS", 21)
     monkeypatch.setattr(prepare, "DEMONSTRATIONS_PER_STEP", 4)
-    monkeypatch.setattr(prepare, "PREPARED", prepared)
-    assert not prepare.is_prepared()
-    prepare_here(prepare.prepare)
-    assert prepare.is_prepared()
+    example = replace(prepare.ARITHMETIC, folder=prepared, steps=21)
+    assert not prepare.is_prepared(example)
+    prepare_here(lambda: prepare.prepare(example=example))
+    assert prepare.is_prepared(example)
 
     files = {f"prompts.{split}": prepared / f"{split}.parquet" for split in ("train", "validation", "test")}
     changes = {"run.directory": tmp_path, "policy.path": prepared / "policy", **files}

@@ -16,7 +16,7 @@ KEPT = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
 KEYS = {
     "async": "bound_s date environment is_realtime roles rounds verdicts",
     "distillation": "comparison date device environment preset rounds sizes threads",
-    "learner": "comparisons date environment micro_batch_tokens optimizer policy preset rounds",
+    "learner": "comparisons date environment experts micro_batch_tokens optimizer policy preset rounds",
     "metrics": "date environment step_ms targets",
     "rollout": "comparisons date environment preset rounds skipped threads versions",
     "skip_cache": "comparisons date environment flushes payload rounds skipped targets",
@@ -81,6 +81,10 @@ def check_learner(report: Report, _: str) -> None:
     assert fills["ours", "ragged"] == fills["transformers", "equal"] == 1.0 > fills["transformers", "ragged"]
     assert all(fills["ours", kind] > 1.5 > 1.0 == fills["ours_unshared", kind] for kind in shared)
     assert len(report["comparisons"]) == 8
+    (experts,) = report["experts"]
+    assert {"ours", "in_turn_mkl", "grouped"} <= experts["ways"].keys()
+    assert experts["best_other"] in experts["ways"].keys() - {"ours"}
+    assert experts["ratio"] > 0
     assert all(max(of["largest_relative_difference"].values()) < 1e-4 for of in report["comparisons"])
 
 

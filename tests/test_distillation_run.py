@@ -1,6 +1,7 @@
 """Distillation end to end: two teachers over the queue, sessions of two trajectories, and teachers that are killed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -128,7 +129,9 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_megatron_teacher_of_two_ranks_scores_once_and_then_from_the_cache(tmp_path: Path, mode: str) -> None:
+def test_a_mixture_on_two_ranks_teaches_once_and_then_from_the_cache(
+    tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_distillation_run(tmp_path)
     table = teacher_tables(tmp_path, even="megatron")["even"] | {"data_sources": [], "tensor": 2}
     settings = {
@@ -143,6 +146,10 @@ def test_a_megatron_teacher_of_two_ranks_scores_once_and_then_from_the_cache(tmp
         "distillation__top_k": TOP_K,
         **MODES[mode],
     }
+    assert train_here(run, "--dry-run", **settings) == 0
+    assert re.search(
+        r"teacher +only: 1 x 0.00 GiB weights, for .* parameters, .* of them active\n", capsys.readouterr().out
+    )
     found = []
     for _ in range(2):
         assert train_here(run, **settings) == 0

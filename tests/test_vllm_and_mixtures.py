@@ -4,6 +4,7 @@ import asyncio
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from rl_core.weights.broadcast import BroadcastTransport
 from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.supervised import supervised_objective
+from rl_rollout.engines.process import ProcessEngine
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.testing.reference_model import perturbed, reference_logprobs, token_logprobs
 
@@ -37,6 +39,11 @@ pytest.importorskip("vllm")
 HIDDEN, NUM_EXPERTS, NUM_LAYERS = 64, 4, 2
 NUM_FAULTS = 50
 """Of each of the two engines; each layer has one at a time."""
+WHAT_TO_DO = (
+    "this vLLM packs experts by itself at a reload: `before_reload` (rl_rollout.engines.vllm.mixtures) need not take "
+    "the kernel away any more. Remove that and this test, or keep both for older versions that rl-rollout allows; "
+    "then correct point 8 of docs/decisions/0010-engines.md."
+)
 SEQUENCES = [np.random.default_rng(length).integers(2, 40, length).astype(np.int32) for length in (7, 40, 23, 64)]
 LEARNER = LearnerOptions(learning_rate=3e-3, micro_batch_tokens=256, num_threads=1)
 
@@ -67,11 +74,10 @@ class Mixture(NamedTuple):
     def check(self, update: WeightUpdate, receipt: WeightReceipt) -> float:
         return check_receipt(update, receipt, tolerances=self.tolerances)
 
-    def distance_to(self, tensors: Mapping[str, torch.Tensor], scratch: Path) -> float:
-        """From what transformers says with other weights; it loads them from a folder, where it joins experts."""
-        shutil.copytree(self.folder, scratch, dirs_exist_ok=True)
-        save_file(dict(tensors), scratch / "model.safetensors", metadata={"format": "pt"})
-        expected = [token_logprobs(reference_logprobs(scratch, sequence), sequence) for sequence in SEQUENCES]
+    def distance_to(self, tensors: Mapping[str, torch.Tensor]) -> float:
+        """From what transformers says with other weights."""
+        rows = [(reference_logprobs(self.folder, sequence, tensors=tensors), sequence) for sequence in SEQUENCES]
+        expected = [token_logprobs(logprobs, sequence) for logprobs, sequence in rows]
         found = asyncio.run(self.engine.score(SEQUENCES))
         return max(float(np.abs(row[1:] - right).max()) for row, right in zip(found, expected, strict=True))
 
@@ -153,13 +159,13 @@ def test_five_updates_of_the_learner_are_served_as_it_computes_them(mixture: Mix
 
 
 @pytest.mark.parametrize("transport", [TensorTransport, SharedFileTransport, BroadcastTransport])
-def test_updates_are_served_and_proven(transport: Any, mixture: Mixture, tmp_path: Path) -> None:
+def test_updates_are_served_and_proven(transport: Any, mixture: Mixture) -> None:
     tensors = perturbed(mixture.weights, scale=0.02)
     sender = transport()
     update = sender.pack(tensors, version=7, tied={})
     assert mixture.check(update, mixture.update(update)) < mixture.tolerances.probe
     sender.close()
-    assert mixture.distance_to(tensors, tmp_path) < mixture.distance
+    assert mixture.distance_to(tensors) < mixture.distance
 
 
 FAULTS = ("swapped", "stale", "transposed", "one element")
@@ -223,7 +229,7 @@ def repacked(weight: torch.Tensor, isa: str, change: Callable[[torch.Tensor], to
 
     from rl_rollout.engines.vllm.mixtures import _places
 
-    plain = weight.take(_places(tuple(weight.shape), weight.dtype, isa))
+    plain = weight.take(_places(tuple(weight.shape), weight.dtype, isa).long())
     return cpu_prepack_moe_weight(change(plain).contiguous().unsqueeze(0), isa)[0]
 
 
@@ -240,15 +246,26 @@ def act_before(mixture: Mixture, method: str, act: Callable[[Any], Any], monkeyp
     monkeypatch.setattr(core, "collective_rpc", act_and_ask)
 
 
+def update_with(
+    faults: Iterable[Fault], update: WeightUpdate, mixture: Mixture, monkeypatch: pytest.MonkeyPatch
+) -> WeightReceipt:
+    with monkeypatch.context() as patch:
+        for fault in faults:
+            act_before(mixture, "replace_all_weights", fault.before, patch)
+            act_before(mixture, "probe_live_weights", fault.after, patch)
+        return mixture.update(update)
+
+
+def tensors_of_expert(name: str) -> set[str]:
+    """All three of the expert that has this one."""
+    return {f"{name.removesuffix('.weight').rpartition('.')[0]}.{each}_proj.weight" for each in ("gate", "up", "down")}
+
+
 def test_faults_in_live_experts_are_named(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
     updates = [packed(perturbed(mixture.weights, scale=1e-4 * version), version=version) for version in (1, 2)]
     for number in range(NUM_FAULTS // NUM_LAYERS):
         update, faults = updates[number % 2], [Fault(number, layer) for layer in range(NUM_LAYERS)]
-        with monkeypatch.context() as patch:
-            for fault in faults:
-                act_before(mixture, "replace_all_weights", fault.before, patch)
-                act_before(mixture, "probe_live_weights", fault.after, patch)
-            receipt = mixture.update(update)
+        receipt = update_with(faults, update, mixture, monkeypatch)
         found = differing(receipt)
         with pytest.raises(WeightProofError, match="serves something else: it was read back with other bits") as raised:
             mixture.check(update, receipt)
@@ -269,24 +286,113 @@ def test_a_stale_router_is_named(mixture: Mixture, monkeypatch: pytest.MonkeyPat
     assert raised.value.tensor == name
 
 
-def test_experts_whose_kernel_cannot_be_read_are_refused(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the layout of the kernel were not known."""
     monkeypatch.setattr("rl_rollout.engines.vllm.mixtures.READABLE", ())
+
+
+@pytest.mark.usefixtures("unreadable")
+def test_faults_in_experts_that_cannot_be_read_are_found_by_asking(
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but one element's lowest bit, which rounding hides; of stale matrices the very tensors are named."""
+    updates = [packed(perturbed(mixture.weights, scale=1e-4 * version), version=version) for version in (1, 2)]
+    missed = dict.fromkeys(FAULTS, 0)
+    for number in range(NUM_FAULTS // NUM_LAYERS):
+        update, faults = updates[number % 2], [Fault(number, layer) for layer in range(NUM_LAYERS)]
+        mixture.check(updates[1 - number % 2], mixture.update(updates[1 - number % 2]))
+        found = differing(update_with(faults, update, mixture, monkeypatch))
+        assert found <= {each for fault in faults for name in fault.named for each in tensors_of_expert(name)}
+        for fault in faults:
+            missed[fault.kind] += not fault.named <= found
+    assert missed == {"swapped": 0, "stale": 0, "transposed": 0, "one element": NUM_FAULTS // len(FAULTS)}
+
+
+@pytest.mark.usefixtures("unreadable")
+@pytest.mark.parametrize("fault", ["gate for up", "element of gate", "element of up", "element of down"])
+def test_small_faults_in_experts_that_cannot_be_read_are_found_by_asking(
+    mixture: Mixture, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(plain: torch.Tensor) -> torch.Tensor:
+        if fault == "gate for up":
+            return plain.roll(len(plain) // 2, 0)
+        row = len(plain) // 2 + 5 if fault == "element of up" else 5
+        plain[row, 7] += 4 * plain.square().mean().sqrt()
+        return plain
+
+    def act(worker: Any) -> None:
+        layer = routed(worker)[1]
+        weight = (layer.w2_weight if fault == "element of down" else layer.w13_weight).data
+        weight[2] = repacked(weight[2], layer.quant_method.moe_kernel.fused_experts.isa, change)
+
+    act_before(mixture, "probe_live_weights", act, monkeypatch)
+    update = packed(perturbed(mixture.weights, scale=0.02), version=3)
+    receipt = mixture.update(update)
+    assert differing(receipt) == tensors_of_expert("model.layers.1.mlp.experts.2.down_proj.weight")
+    with pytest.raises(WeightProofError, match=r"experts\.2\..*or its expert computes something else"):
+        mixture.check(update, receipt)
+
+
+@pytest.mark.usefixtures("unreadable")
+def test_experts_that_can_neither_be_read_nor_asked_are_refused(
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
     before = asyncio.run(mixture.engine.score(SEQUENCES[:1]))[0]
-    with pytest.raises(EngineError, match=r"layers\.0\.mlp\.experts.*cannot be read back") as raised:
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "is_monolithic", True)
+    with pytest.raises(EngineError, match=r"layers\.0\.mlp\.experts.*chooses experts itself") as raised:
         mixture.update(packed(perturbed(mixture.weights, scale=0.1), version=9))
     assert not isinstance(raised.value, EngineDiedError)
+    monkeypatch.undo()
     assert np.array_equal(asyncio.run(mixture.engine.score(SEQUENCES[:1]))[0], before)
 
 
-def test_vllm_still_needs_to_be_told_to_pack(mixture: Mixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each engine's last test. Once it fails, vLLM packs by itself, and `before_reload` need not help."""
+def test_vllm_still_needs_to_be_told_to_pack(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine's last test. Once it fails, vLLM packs by itself: see `WHAT_TO_DO`."""
     monkeypatch.setattr("rl_rollout.engines.vllm.worker.before_reload", lambda model: None)
     tensors = perturbed(mixture.weights, scale=0.02)
     update = packed(tensors, version=8)
-    if mixture.width % 32:  # the kernel's tensors have another shape
-        with pytest.raises(EngineDiedError, match="version 8 could not be loaded"):
-            mixture.update(update)
+    try:
+        receipt = mixture.update(update)
+    except EngineDiedError:  # padded experts have another shape in the kernel
+        assert mixture.width % 32
         return
-    receipt = mixture.update(update)
-    assert differing(receipt) == {name for name in tensors if is_of_experts(name)}
-    assert mixture.distance_to(tensors, tmp_path) > 1
+    assert not mixture.width % 32, WHAT_TO_DO
+    assert differing(receipt) == {name for name in tensors if is_of_experts(name)}, WHAT_TO_DO
+    assert mixture.distance_to(tensors) > 1, WHAT_TO_DO
+
+
+@pytest.mark.soak
+def test_a_folder_that_joins_experts_takes_updates(tmp_path: Path) -> None:
+    plain, joined = write_mixture(tmp_path / "plain", 48), tmp_path / "joined"
+    shutil.copytree(plain, joined)
+    tensors, sequence = load_file(plain / "model.safetensors"), SEQUENCES[1]
+    stored = {name: tensor for name, tensor in tensors.items() if not is_of_experts(name)}
+    for layer in range(NUM_LAYERS):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            kind: torch.stack([tensors[f"{prefix}.{expert}.{kind}_proj.weight"] for expert in range(NUM_EXPERTS)])
+            for kind in ("gate", "up", "down")
+        }
+        stored[f"{prefix}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
+        stored[f"{prefix}.down_proj"] = parts["down"]
+    save_file(stored, joined / "model.safetensors", metadata={"format": "pt"})
+    new = perturbed(tensors, scale=0.02)
+
+    async def use() -> tuple[WeightReceipt, Any]:
+        options = VLLMOptions(max_model_len=96, max_num_seqs=16, kv_cache_gib=0.004, num_threads=1)
+        engine = ProcessEngine("vllm", joined, options)
+        await engine.start()
+        try:
+            return await engine.update_weights(update), (await engine.score([sequence]))[0]
+        finally:
+            await engine.close()
+
+    with closing(SharedFileTransport()) as transport:
+        update = transport.pack(new, version=1, tied={})
+        receipt, found = asyncio.run(use())
+    assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-4
+    expected = token_logprobs(reference_logprobs(plain, sequence, tensors=new), sequence)
+    np.testing.assert_allclose(found[1:], expected, rtol=0, atol=1e-4)

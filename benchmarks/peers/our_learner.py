@@ -3,10 +3,12 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from _learner_bound import bound, profiled_seconds, work
+from _learner_experts import SIZES, measure
 from _learner_protocol import Outcome, serve
 from _learner_workload import OPTIMIZER, Preset, Rows
 
@@ -35,6 +37,10 @@ class Ours:
         """One optimizer step; nothing is padded, and what rows share is computed once."""
         result = self._learner.train_step(batch_of(rows), supervised_objective)
         return Outcome(loss=result.loss, grad_norm=result.grad_norm, num_computed_tokens=result.computed_tokens)
+
+    def experts(self, preset: str, *, rounds: int) -> list[dict[str, Any]]:
+        """How long a layer's experts take, in several ways."""
+        return [measure(sizes, rounds=rounds) for sizes in SIZES[preset]]
 
     def bound(self, rows: Rows) -> float:
         """How many times as fast a step could be by sharing, from one more step."""

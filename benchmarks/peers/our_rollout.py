@@ -35,8 +35,9 @@ class Ours:
         self._preset = preset
         self._weights = load_file(policy / "model.safetensors")
         longest = preset.prompt_tokens + preset.max_tokens
-        options = VLLMOptions(max_model_len=longest, kv_cache_gib=preset.kv_cache_gib)
-        self._engine: RolloutEngine = VLLMEngine(policy, options) if engine == "vllm" else TransformersEngine(policy)
+        options = VLLMOptions(max_model_len=longest, kv_cache_gib=preset.kv_cache_gib, capture_experts=engine == "vllm")
+        is_vllm = engine != "transformers"
+        self._engine: RolloutEngine = VLLMEngine(policy, options) if is_vllm else TransformersEngine(policy)
         self._version = 0
         self._canary = asyncio.run(self._start())
 

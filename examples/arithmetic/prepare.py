@@ -10,6 +10,8 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +24,8 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch comes: spinning threads starve each other
 FOLDER = Path(__file__).parent
-PREPARED = FOLDER / "prepared"
 MADE_WITH = ("torch", "megatron-core", "transformers", "tokenizers", "pyarrow", "rl-distill")
 
-WARM_UP_STEPS = 500
 DEMONSTRATIONS_PER_STEP = 128
 HASTY_SHARE = 0.6
 """Share of the last demonstrations that answer at once, in haste; the others use the scratchpad, and are right.
@@ -35,11 +35,72 @@ greedy, and GRPO finds out that the scratchpad pays. That decides which to use, 
 accuracy is what the scratchpad has after the warm-up."""
 
 
-def fingerprint() -> str:
+def make_model_folder(folder: Path, seed: int = 0) -> None:
+    """Write configuration, tokenizer and random weights of a Qwen3 of one million parameters."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = make_tokenizer()
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        rope_theta=1e4,
+        dtype="float32",
+    )
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """An example on these problems, with a policy of its own.
+
+    Attributes:
+        name: Of the example.
+        folder: Where everything goes.
+        script: The file that describes it; another one is prepared anew.
+        make_model: Writes the untrained policy into a folder, given a seed.
+        steps: Of the warm-up.
+        learning_rate: Its peak; it falls to 0 at the last step.
+        duration: Of the preparation, in words.
+    """
+
+    name: str
+    folder: Path
+    script: Path
+    make_model: Callable[[Path, int], None]
+    steps: int
+    learning_rate: float
+    duration: str
+
+
+ARITHMETIC = Preparation(
+    name="arithmetic",
+    folder=FOLDER / "prepared",
+    script=Path(__file__),
+    make_model=make_model_folder,
+    steps=500,
+    learning_rate=2e-3,
+    duration="about 90 s on two cores",
+)
+
+
+def fingerprint(example: Preparation = ARITHMETIC) -> str:
     """Hash of everything that the prepared folder depends on."""
     digest = hashlib.sha256()
-    for name in ("task.py", "prepare.py"):
-        digest.update((FOLDER / name).read_bytes())
+    for file in {FOLDER / "task.py": None, Path(__file__): None, example.script: None}:
+        digest.update(file.read_bytes())
     for package in MADE_WITH:
         try:
             digest.update(f"{package}=={version(package)}\n".encode())
@@ -48,36 +109,37 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
-def is_prepared() -> bool:
+def is_prepared(example: Preparation = ARITHMETIC) -> bool:
     """True when the folder is there, whole, and up to date."""
     try:
-        made: dict[str, str] = json.loads((PREPARED / "fingerprint.json").read_text())
+        made: dict[str, str] = json.loads((example.folder / "fingerprint.json").read_text())
     except (OSError, ValueError):
         return False
-    return made.get("fingerprint") == fingerprint()
+    return made.get("fingerprint") == fingerprint(example)
 
 
-def prepare(seed: int = 0) -> None:
+def prepare(seed: int = 0, example: Preparation = ARITHMETIC) -> None:
     """Make the folder aside and rename it, so that an interrupted run leaves nothing half made.
 
     Args:
         seed: Of the random weights and of the demonstrations' order. The problems are the same for all.
+        example: What to make.
     """
     started = time.perf_counter()
-    say(f"arithmetic: making prompts, tokenizer and warm policy in {PREPARED} (once; about 90 s on two cores)")
-    part = PREPARED.with_name(".prepared.part")
+    say(f"{example.name}: making prompts, tokenizer and warm policy in {example.folder} (once; {example.duration})")
+    part = example.folder.with_name(".prepared.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     problems = task.split_problems()
     for split, members in problems.items():
         write_prompts(part / f"{split}.parquet", members)
-    make_model_folder(part / "untrained", seed)
-    warm_up(part, problems["train"], seed)
+    example.make_model(part / "untrained", seed)
+    warm_up(part, problems["train"], seed, example)
     shutil.rmtree(part / "untrained")
-    (part / "fingerprint.json").write_text(json.dumps({"fingerprint": fingerprint()}))
-    shutil.rmtree(PREPARED, ignore_errors=True)
-    part.rename(PREPARED)
-    say(f"arithmetic: prepared in {time.perf_counter() - started:.0f} s")
+    (part / "fingerprint.json").write_text(json.dumps({"fingerprint": fingerprint(example)}))
+    shutil.rmtree(example.folder, ignore_errors=True)
+    part.rename(example.folder)
+    say(f"{example.name}: prepared in {time.perf_counter() - started:.0f} s")
 
 
 def write_prompts(file: Path, problems: list[task.Problem]) -> None:
@@ -114,43 +176,16 @@ def make_tokenizer() -> Any:
     return wrapped
 
 
-def make_model_folder(folder: Path, seed: int = 0) -> None:
-    """Write configuration, tokenizer and random weights of a Qwen3 of one million parameters."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    tokenizer = make_tokenizer()
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        rope_theta=1e4,
-        dtype="float32",
-    )
-    torch.manual_seed(seed)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def warm_up(part: Path, problems: list[task.Problem], seed: int) -> None:
+def warm_up(part: Path, problems: list[task.Problem], seed: int, example: Preparation) -> None:
     """Train on demonstrations by supervised learning, and write the policy's folder."""
     from rl_distill.learner import LearnerOptions
     from rl_distill.megatron.learner import MegatronLearner
     from rl_distill.supervised import supervised_objective
 
     options = LearnerOptions(
-        learning_rate=2e-3,
+        learning_rate=example.learning_rate,
         warmup_steps=20,
-        decay_steps=WARM_UP_STEPS,
+        decay_steps=example.steps,
         betas=(0.9, 0.99),
         clip_grad=1.0,
         micro_batch_tokens=8192,
@@ -161,13 +196,13 @@ def warm_up(part: Path, problems: list[task.Problem], seed: int) -> None:
     scratchpad = demonstrations(problems, lambda problem: problem.scratchpad)
     random = np.random.default_rng(seed)
     started = time.perf_counter()
-    for step in range(1, WARM_UP_STEPS + 1):
-        share = HASTY_SHARE * step / WARM_UP_STEPS
+    for step in range(1, example.steps + 1):
+        share = HASTY_SHARE * step / example.steps
         result = learner.train_step(draw(hasty, scratchpad, share, random), supervised_objective)
         if step % 50 == 0:
             took = time.perf_counter() - started
-            rest = took / step * (WARM_UP_STEPS - step)
-            say(f"  warm-up {step}/{WARM_UP_STEPS}, loss {result.loss:.3f}, {took:.0f} s, {rest:.0f} s to go")
+            rest = took / step * (example.steps - step)
+            say(f"  warm-up {step}/{example.steps}, loss {result.loss:.3f}, {took:.0f} s, {rest:.0f} s to go")
     checkpoint = part / "checkpoint"
     checkpoint.mkdir()
     learner.save(checkpoint)
@@ -218,16 +253,16 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def main() -> None:
+def main(example: Preparation = ARITHMETIC, description: str | None = __doc__) -> None:
     """Prepare what is missing or out of date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--force", action="store_true", help="prepare again, even where nothing has changed")
     parser.add_argument("--seed", type=int, default=0, help="of the warm policy; to change it, add --force")
     options = parser.parse_args()
-    if options.force or not is_prepared():
-        prepare(options.seed)
+    if options.force or not is_prepared(example):
+        prepare(options.seed, example)
     else:
-        say(f"arithmetic: {PREPARED} is up to date")
+        say(f"{example.name}: {example.folder} is up to date")
 
 
 if __name__ == "__main__":

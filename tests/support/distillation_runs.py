@@ -16,6 +16,8 @@ SOURCES = ("even", "odd")
 def make_distillation_run(folder: Path, *, all_text: bool = False) -> TinyRun:
     """A tiny run whose problems have two sources, with the models `teacher-even` and `teacher-odd` beside it.
 
+    The policy and the second are dense, the first is a mixture of experts.
+
     Args:
         folder: Where.
         all_text: The models know no token beyond those of the tokenizer.
@@ -32,19 +34,24 @@ def make_distillation_run(folder: Path, *, all_text: bool = False) -> TinyRun:
     table = table.set_column(table.column_names.index("data_source"), "data_source", sources)
     pq.write_table(table, folder / "train.parquet")
     for seed, source in enumerate(SOURCES, start=1):
-        make_teacher(folder / f"teacher-{source}", like=folder / "policy", seed=seed)
+        make_teacher(folder / f"teacher-{source}", like=folder / "policy", seed=seed, is_mixture=source == "even")
     return run
 
 
-def make_teacher(folder: Path, *, like: Path, seed: int) -> None:
-    """Another model with the same configuration and tokenizer."""
+def make_teacher(folder: Path, *, like: Path, seed: int, is_mixture: bool = False) -> None:
+    """Another model with the same configuration and tokenizer; or a mixture of four experts, two a token."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(like, trust_remote_code=False), trust_remote_code=False
-    ).float().save_pretrained(folder)
+    config = AutoConfig.from_pretrained(like, trust_remote_code=False)
+    if is_mixture:
+        shared = {
+            name: value for name, value in config.to_dict().items() if name not in ("architectures", "model_type")
+        }
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        config = Qwen3MoeConfig(**shared, **experts)
+    AutoModelForCausalLM.from_config(config, trust_remote_code=False).float().save_pretrained(folder)
     AutoTokenizer.from_pretrained(like, trust_remote_code=False).save_pretrained(folder)
 
 

@@ -80,8 +80,8 @@ def learner_header(folder: Path) -> Format:
 
 def policy_config(folder: Path) -> Format:
     """config.json, as learners, engines and teachers read it."""
-    from rl_distill.checkpoints.hf_folder import tensor_shapes
     from rl_distill.policy_config import parse_policy_config, read_policy_config
+    from rl_distill.tensor_shapes import tensor_shapes
 
     def read() -> None:
         config = parse_policy_config(read_policy_config(folder))
@@ -111,8 +111,8 @@ def _tensors(folder: Path) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from rl_distill.checkpoints.hf_folder import tensor_shapes
     from rl_distill.policy_config import parse_policy_config
+    from rl_distill.tensor_shapes import tensor_shapes
 
     shapes = tensor_shapes(parse_policy_config(CONFIG))
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
@@ -144,8 +144,9 @@ def safetensors(folder: Path) -> Format:
 
 def safetensors_index(folder: Path) -> Format:
     """The index of shards."""
-    from rl_distill.checkpoints.hf_folder import PolicyTensors, tensor_shapes
+    from rl_distill.checkpoints.hf_folder import PolicyTensors
     from rl_distill.policy_config import parse_policy_config
+    from rl_distill.tensor_shapes import tensor_shapes
 
     _tensors(folder)
     config = parse_policy_config(CONFIG)

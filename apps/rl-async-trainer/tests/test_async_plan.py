@@ -1,15 +1,26 @@
 """The plan of `rl-async-trainer train --dry-run`."""
 
+import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from rl_async_trainer.plan import describe_async_plan
 from rl_async_trainer.settings import AsyncSettings
 from rl_trainer_parts.commands.plan import PromptCounts
 from rl_trainer_parts.settings.sources import build_settings
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+}
 
 
 @pytest.mark.parametrize(
@@ -17,7 +28,7 @@ from rl_trainer_parts.settings.sources import build_settings
     [("inline", "in the rollouter's process;"), ("process", "in a process of its own;")],
 )
 def test_what_has_no_process_of_its_own_is_in_that_of_its_role(tmp_path: Path, placement: str, where: str) -> None:
-    save_file({"a": np.zeros((4, 4), np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     values = {
         "policy": {"path": tmp_path},
         "prompts": {"train": "train.jsonl"},

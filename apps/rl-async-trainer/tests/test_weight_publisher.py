@@ -1,14 +1,18 @@
 """The way of weights to the engines: what is said where they do not take them in time."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from scripted_replicas import a_canary, an_update
 
 from rl_async_trainer.controller.weight_publisher import WeightPublisher
+from rl_core.cluster import RoleRestartedError
 from rl_core.errors import DeadlineError
+from rl_core.weights import ProofTolerances, PublishReport, RoutedScores
 from rl_distill.learner_host import PackedWeights
 
 
@@ -48,3 +52,61 @@ def test_engines_that_say_nothing_are_waited_for_twice_as_long_as_a_group():
     words = r"waited 0\.02 s \(twice rollout\.deadline_s\) for the engines to take version 5"
     with pytest.raises(DeadlineError, match=words):
         publish(SimpleNamespace(publish=never), deadline_s=0.01)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_the_weights_of_a_mixture_stay_until_its_canary_is_proven(dies: bool):
+    """A learner that dies meanwhile has others: they are packed and published in its place."""
+    canary = replace(a_canary(), logprobs=None)
+    told = tuple([RoutedScores(logprobs=np.zeros(len(row), np.float32)) for row in canary.sequences] for _ in range(2))
+    report = PublishReport(
+        version=5,
+        fingerprint="",
+        num_tensors=1,
+        probe_max_diff=0.0,
+        canary_max_diff=0.0,
+        update_s=0.0,
+        proof_s=0.0,
+        canary_scores=told,
+    )
+    happened: list[str] = []
+
+    async def pack(version: int | None, _: Any) -> PackedWeights:
+        happened.append("packed")
+        return PackedWeights(update=an_update(version or 6), canary=canary, step=5, pack_s=0.0, is_live=True)
+
+    async def take(packed: PackedWeights) -> PublishReport:
+        happened.append(f"published {packed.update.version}")
+        return report
+
+    async def prove(packed: PackedWeights, found: PublishReport, tolerances: ProofTolerances, _: Any) -> PublishReport:
+        assert packed.canary is canary
+        assert tolerances == ProofTolerances(canary=0.1)
+        assert publisher.is_live
+        happened.append("proved")
+        if dies and happened.count("proved") == 1:
+            raise RoleRestartedError("it died")
+        return replace(found, canary_scores=(), canary_max_diff=0.05)
+
+    async def served(_: PackedWeights, found: PublishReport) -> None:
+        assert found.canary_max_diff == 0.05
+        assert publisher.is_live
+        happened.append("served")
+
+    learner: Any = SimpleNamespace(course=lambda: lambda: True, pack=pack, prove=prove)
+    rollouter: Any = SimpleNamespace(publish=take, tolerances=ProofTolerances(canary=0.1))
+
+    async def work() -> None:
+        nonlocal publisher
+        changed = asyncio.Condition()
+        publisher = WeightPublisher(learner, rollouter, changed, deadline_s=60.0, on_served=served)
+        running = asyncio.create_task(publisher.run())
+        async with asyncio.timeout(60):
+            await publisher.pack_and_wait(5)
+        assert not publisher.is_live
+        running.cancel()
+
+    publisher: Any = None
+    asyncio.run(work())
+    once = ["packed", "published 5", "proved"]
+    assert happened == [*once, *(["packed", "published 6", "proved"] if dies else []), "served"]

@@ -1,13 +1,15 @@
 """What is refused by arithmetic and names alone."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rl_core.errors import DataError, SettingsError
-from rl_trainer_parts.checks.all_checks import check_settings, check_trainable
+from rl_core.errors import SettingsError
+from rl_trainer_parts.checks.all_checks import check_settings
+from rl_trainer_parts.checks.trainable import trainable_problems
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings, load_settings
 
@@ -201,20 +203,73 @@ def test_everything_wrong_is_said_at_once(folder: Path) -> None:
     ]
 
 
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 9,
+    "norm_topk_prob": True,
+}
+
+
 @pytest.mark.parametrize(
-    ("change", "error", "says"),
+    ("change", "says"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, SettingsError, "architecture GPT2LMHeadModel is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, SettingsError, "rope_type 'yarn' is not supported"),
-        ({"hidden_size": None}, DataError, "hidden_size"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+        ({"hidden_size": None}, "hidden_size"),
     ],
 )
-def test_models_that_cannot_be_trained(folder: Path, change: dict[str, Any], error: type, says: str) -> None:
-    check_trainable(settings_with(folder, {}))
+def test_models_that_cannot_be_trained(folder: Path, change: dict[str, Any], says: str) -> None:
+    assert list(trainable_problems(settings_with(folder, {}))) == []
+    write_config(folder / "policy", **change)
+    (found,) = trainable_problems(settings_with(folder, {}))
+    assert found.startswith("policy.path: ")
+    assert says in found
+
+
+def write_config(folder: Path, **change: Any) -> None:
     config = {name: value for name, value in {**CONFIG, **change}.items() if value is not None}
-    (folder / "policy" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(error, match=says):
-        check_trainable(settings_with(folder, {}))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "layout", "says"),
+    [
+        ({}, {"ranks": 2, "expert": 2}, ["parallel.expert = 2 needs a mixture of experts; this policy is dense"]),
+        (
+            MIXTURE,
+            {"ranks": 8, "tensor": 2, "expert": 4},
+            [
+                "parallel.tensor = 2 must divide the policy's num_key_value_heads = 1",
+                "parallel.expert = 4 must divide the policy's num_experts = 6; possible: 1, 2, 3, 6",
+                "parallel.expert_tensor = 2 must divide the policy's moe_intermediate_size = 9",
+                "parallel.sequence must be true for a mixture of experts with tensor = 2",
+            ],
+        ),
+        (MIXTURE, {"ranks": 3, "expert": 2}, ["parallel.ranks = 3 must be a multiple of expert_tensor * expert"]),
+        (MIXTURE, {"ranks": 3, "tensor": 2}, []),  # is no layout of any policy, and said with the values
+        (MIXTURE, {"ranks": 6, "expert": 6}, []),
+    ],
+)
+def test_layouts_that_do_not_fit_are_told_by_setting_all_at_once(
+    folder: Path, change: dict[str, Any], layout: dict[str, int], says: list[str]
+) -> None:
+    write_config(folder / "policy", **change)
+    changes = {f"parallel.{name}": size for name, size in layout.items()}
+    found = list(trainable_problems(settings_with(folder, changes)))
+    assert len(found) == len(says)
+    assert all(line.startswith(start) for line, start in zip(found, says, strict=True))
+
+
+def test_a_critic_of_its_own_must_fit_the_layout_too(folder: Path) -> None:
+    shutil.copytree(folder / "policy", folder / "critic")
+    write_config(folder / "policy", **MIXTURE)
+    layout = {"parallel.ranks": 2, "parallel.expert": 2, "critic.path": folder / "critic"}
+    assert list(trainable_problems(settings_with(folder, layout))) == []
+    (found,) = trainable_problems(settings_with(folder, {**layout, "algorithm.advantage": "gae"}))
+    assert found.startswith("parallel.expert = 2 needs a mixture of experts")
+    assert found.endswith(f"(That is for critic.path, {folder / 'critic'}.)")
 
 
 @pytest.mark.parametrize(

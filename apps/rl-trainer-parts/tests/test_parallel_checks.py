@@ -1,5 +1,6 @@
 """Layouts, clusters and critics that cannot be are refused by arithmetic alone."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,18 @@ from rl_trainer_parts.learning.start_learners import gpus_per_rank, rank_pool
 from rl_trainer_parts.rollouts.engines import replica_pool
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+}
 
 
 def settings_with(changes: dict[str, Any]) -> Settings:
@@ -29,7 +42,10 @@ def settings_with(changes: dict[str, Any]) -> Settings:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"parallel.ranks": 4, "parallel.tensor": 3}, "ranks = 4 must be a multiple of tensor * pipeline * context"),
+        (
+            {"parallel.ranks": 4, "parallel.tensor": 3},
+            "parallel.ranks = 4 must be a multiple of tensor * pipeline * context",
+        ),
         ({"parallel.ranks": 2}, 'set cluster.kind to "process" or "ray"; found "inline"'),
         (
             {"parallel.ranks": 2, "policy.learner": "torch", "cluster.kind": "process"},
@@ -97,6 +113,7 @@ def test_the_plan_says_whether_this_machine_has_what_the_ranks_ask_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     settings = settings_with({"policy.path": tmp_path, "parallel.ranks": 2, "cluster.kind": "process"})
     plan = describe_plan(settings, PromptCounts(train=1, validation=0, test=0))
     assert "and 1 GPU, room for 1 of 2 ranks: a run here would be refused" in plan

@@ -1,24 +1,50 @@
 """The plan of `train --dry-run`: arithmetic that can be checked by hand."""
 
+import json
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from rl_trainer_parts.commands.plan import PromptCounts, count_parameters, describe_plan
+from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 
-MILLION = 1_048_576
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+NORMS = 2 * (2 * 1024 + 2 * 128) + 1024
+ATTENTION, FEED_FORWARD, EMBEDDING = 2 * 3 * 1024**2, 2 * 12 * 1024**2, 1024**2
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 1024,
+    "norm_topk_prob": True,
+}
+OF_EXPERTS, ROUTERS = 2 * 16 * 3 * 1024**2, 2 * 16 * 1024
+GIB, COUNTS = 2**30, PromptCounts(train=30, validation=0, test=0)
+
+
+def make_model(folder: Path, **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    return folder
 
 
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
-    """Weights in two files, of two dtypes."""
-    save_file({"a": np.zeros((1024, 1024), np.float32)}, tmp_path / "model-1.safetensors", metadata={"format": "pt"})
-    save_file({"b": np.zeros(1024, np.float16)}, tmp_path / "model-2.safetensors")
-    return tmp_path
+    return make_model(tmp_path / "policy")
 
 
 def plan_settings(policy: Path, **changes: dict[str, object]) -> Settings:
@@ -31,10 +57,6 @@ def plan_settings(policy: Path, **changes: dict[str, object]) -> Settings:
         "trainer": {"steps": 10, "minibatches": 2, "validate_every": 5, "checkpoint_every": 3},
     }
     return build_settings({**values, **{name: {**values.get(name, {}), **change} for name, change in changes.items()}})
-
-
-def test_parameters_are_counted_from_headers(policy: Path) -> None:
-    assert count_parameters(policy) == MILLION + 1024
 
 
 def test_batch_arithmetic(policy: Path) -> None:
@@ -53,13 +75,15 @@ def test_batch_arithmetic(policy: Path) -> None:
 
 
 def test_roles_and_memory(policy: Path) -> None:
-    counts = PromptCounts(train=30, validation=0, test=0)
-    plain = describe_plan(plan_settings(policy), counts)
-    assert "for 1,049,600 parameters" in plain
+    plain = describe_plan(plan_settings(policy), COUNTS)
+    count = ATTENTION + FEED_FORWARD + EMBEDDING + NORMS
+    assert f"Memory, without activations, for {count:,} parameters\n" in plain
+    assert f"  learner    {16 * count / GIB:.2f} GiB (weights, gradients, optimizer)\n" in plain
+    assert f"  engine     {4 * count / GIB:.2f} GiB weights" in plain
     assert "reference" not in plain
     assert "vllm, float32, in the learner's process; loop single_turn" in plain
     changes = {"algorithm": {"kl_coefficient": 0.01}, "rollout": {"placement": "process"}}
-    changed = describe_plan(plan_settings(policy, **changes, engine={"dtype": "float16"}), counts)
+    changed = describe_plan(plan_settings(policy, **changes, engine={"dtype": "float16"}), COUNTS)
     assert "vllm, float16" in changed
     assert "frozen copy of the policy (KL coefficient 0.01)" in changed
     assert "in a process of its own" in changed
@@ -72,9 +96,38 @@ def test_ranks_and_critic(policy: Path) -> None:
         "algorithm": {"advantage": "gae"},
         "trainer": {"epochs": 3},
     }
-    text = describe_plan(plan_settings(policy, **changes), PromptCounts(train=30, validation=0, test=0))
+    text = describe_plan(plan_settings(policy, **changes), COUNTS)
     assert "4 ranks in processes of this machine: tensor 2, data 2" in text
     assert "set aside for each: 0.5 CPUs and 0 GPUs" in text
     assert "critic     the policy's layers under a value head of zeros; learning rate 1e-05" in text
     assert "in 6 optimizer update(s)" in text
-    assert "over 4 ranks" in text
+    memory = 16 * ((ATTENTION + FEED_FORWARD + EMBEDDING) // 2 + NORMS) / GIB
+    assert f"  learner    {memory:.2f} GiB on each of 4 ranks (weights, gradients, optimizer)" in text
+    assert f"  critic     {memory:.2f} GiB on each of 4 ranks, like the learner, for " in text
+
+
+def test_a_mixture_of_every_kind(tmp_path: Path) -> None:
+    policy, dense = make_model(tmp_path / "mixture", **EXPERTS), make_model(tmp_path / "dense")
+    changes = {
+        "parallel": {"ranks": 4, "pipeline": 2, "expert": 2},
+        "learner": {"dtype": "bfloat16"},
+        "cluster": {"kind": "process"},
+        "algorithm": {"advantage": "gae", "kl_coefficient": 0.1},
+        "distillation": {"teachers": {"large": {"model": policy, "engine": "megatron", "tensor": 2}}},
+    }
+    lines = describe_plan(plan_settings(policy, **changes), COUNTS).splitlines()
+    rest = ATTENTION + EMBEDDING + NORMS + ROUTERS
+    count, active = rest + OF_EXPERTS, rest + OF_EXPERTS // 8
+    said = f"for {count:,} parameters, {active:,} of them active"
+    assert f"Memory, without activations, {said}" in lines
+    last = OF_EXPERTS // 2 // 2 + (ATTENTION + ROUTERS + NORMS - 1024) // 2 + 1024 + EMBEDDING
+    for name, weights, bytes_each in (("learner", last, 18), ("reference", last, 2)):
+        (line,) = [line for line in lines if line.startswith(f"  {name}") and "GiB" in line]
+        assert f" {bytes_each * weights / GIB:.2f} GiB on the fullest of 4 ranks " in line
+    (critic,) = [line for line in lines if line.startswith("  critic") and "GiB" in line]
+    assert critic.endswith(said)
+    (teacher,) = [line for line in lines if line.startswith("  teacher") and "GiB" in line]
+    assert teacher == f"  teacher    large: 1 x {4 * count / GIB:.2f} GiB weights, {said}"
+    text = describe_plan(plan_settings(dense, distillation=changes["distillation"]), COUNTS)
+    assert "active" not in next(line for line in text.splitlines() if line.startswith("Memory"))
+    assert teacher in text

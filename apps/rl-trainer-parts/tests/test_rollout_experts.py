@@ -1,6 +1,7 @@
 """The experts of a mixture's rollouts, on their way to the learner."""
 
 import json
+import math
 from contextlib import closing
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 
 from rl_core import InProcessQueue
 from rl_core.testing import make_prompts, make_trajectory
+from rl_core.weights import BFLOAT16_TOLERANCES, ProofTolerances
 from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
-from rl_trainer_parts.rollouts.engines import engine_options, expert_shape
+from rl_trainer_parts.learning.parts import proof_tolerances
+from rl_trainer_parts.rollouts.engines import engine_options, expert_shape, replays
 from rl_trainer_parts.rollouts.setup import put_trajectories, queue_tasks
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
@@ -90,3 +93,40 @@ def test_the_plan_has_their_bytes(tmp_path: Path) -> None:
     text = describe_plan(settings_of(tmp_path, **changes), counts)
     assert "experts    12 bytes a token, in the engine and in trajectories: at most 3.00 GiB a step" in text
     assert "experts" not in describe_plan(settings_of(tmp_path, DENSE), counts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"engine": {"capture_experts": False}}, "engine.capture_experts = false"),
+        ({"policy": {"learner": "torch"}}, 'policy.learner = "torch" cannot replay them; "megatron" can'),
+        ({"rollout": {"engine": "transformers"}}, 'rollout.engine = "transformers" tells none; "vllm" does'),
+    ],
+)
+def test_the_plan_says_that_and_why_a_mixture_trains_without_replay(
+    tmp_path: Path, changes: dict[str, dict[str, object]], why: str
+) -> None:
+    counts = PromptCounts(train=30, validation=0, test=0)
+    without, proven = "a mixture that trains without replay", "nor do logprobs prove weight updates"
+    text = describe_plan(settings_of(tmp_path, **changes), counts)
+    assert without in text
+    assert why in text
+    engine = {"dtype": "bfloat16", **changes.get("engine", {})}
+    assert proven in describe_plan(settings_of(tmp_path, **{**changes, "engine": engine}), counts)
+    assert "which the learner replays" in describe_plan(settings_of(tmp_path), counts)
+    dense = describe_plan(settings_of(tmp_path, DENSE, **changes), counts)
+    assert "replay" not in dense
+
+
+def test_a_canary_proves_a_bfloat16_mixture_where_the_learner_replays(tmp_path: Path) -> None:
+    coarse = {"dtype": "bfloat16"}
+    settings = settings_of(tmp_path, engine=coarse)
+    assert replays(settings)
+    assert proof_tolerances(settings) == BFLOAT16_TOLERANCES
+    untold = settings_of(tmp_path, engine={**coarse, "capture_experts": False})
+    assert not replays(untold)
+    assert proof_tolerances(untold).canary == math.inf
+    assert proof_tolerances(settings_of(tmp_path, DENSE, engine=coarse)) == BFLOAT16_TOLERANCES
+    told_so = settings_of(tmp_path, engine={**coarse, "capture_experts": False}, trainer={"proof_tolerance": 2.0})
+    assert proof_tolerances(told_so).canary == 2.0
+    assert proof_tolerances(settings_of(tmp_path, engine={"capture_experts": False})) == ProofTolerances()

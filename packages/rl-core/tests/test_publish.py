@@ -14,11 +14,12 @@ from rl_core.weights.publish import (
     ProofTolerances,
     check_canary,
     check_receipt,
+    prove_canary,
     publish_weights,
     retry_proof,
 )
 from rl_core.weights.transports import TensorTransport
-from rl_core.weights.update import Canary, WeightReceipt, WeightUpdate, probe_tensor, tensor_crc32c
+from rl_core.weights.update import Canary, RoutedScores, WeightReceipt, WeightUpdate, probe_tensor, tensor_crc32c
 
 EXACT = ProofTolerances()
 TIED = {"lm_head.weight": "embed.weight"}
@@ -306,3 +307,61 @@ def test_a_tied_name_needs_its_source():
 def test_publishing_needs_an_engine():
     with pytest.raises(NotReadyError, match="version 5 needs an engine"):
         publish()
+
+
+class RoutedEngine(FakeEngine):
+    """A mixture of two experts, one of which doubles the scale; it says which one each token used."""
+
+    expert = 1
+
+    async def score_with_experts(self, sequences):
+        return [routed_scores(self.live, sequence, self.expert) for sequence in sequences]
+
+
+def routed_scores(tensors, sequence, expert):
+    scaled = {**tensors, "norm.weight": tensors["norm.weight"] * (1 + expert)}
+    experts = np.full((len(sequence), 1, 1), expert, np.int16)
+    return RoutedScores(logprobs=score(scaled, sequence), routed_experts=experts)
+
+
+def prove(*engines, learner=None, tolerances=EXACT):
+    update, canary = update_and_canary()
+    canary = dataclasses.replace(canary, logprobs=None)
+
+    def score_as_told(sequences, experts):
+        tensors = learner or weights(seed=1)
+        pairs = zip(sequences, experts, strict=True)
+        return [routed_scores(tensors, sequence, int(told[0, 0, 0])).logprobs for sequence, told in pairs]
+
+    report = asyncio.run(publish_weights(update, engines, canary=canary, tolerances=tolerances))
+    assert [len(scores) for scores in report.canary_scores] == [2] * len(engines)
+    return prove_canary(canary, report, score_as_told, tolerances=tolerances)
+
+
+def test_a_canary_of_a_mixture_is_scored_with_the_experts_of_each_engine():
+    other = RoutedEngine()
+    other.expert = 0
+    report = prove(RoutedEngine(), other)
+    assert report.canary_max_diff < 1e-6
+    assert report.canary_scores == ()
+    assert prove_canary(update_and_canary()[1], report, None, tolerances=EXACT) is report
+
+
+def test_an_engine_whose_experts_compute_something_else_is_named():
+    class OtherExpert(RoutedEngine):
+        async def score_with_experts(self, sequences):
+            said = await super().score_with_experts(sequences)
+            return [dataclasses.replace(one, routed_experts=one.routed_experts * 0) for one in said]
+
+    with pytest.raises(WeightProofError, match=r"engine 1 of 2: .*logprob of token \d of canary sequence 0"):
+        prove(RoutedEngine(), OtherExpert())
+    with pytest.raises(WeightProofError, match="nan"):
+        prove(RoutedEngine(), learner={name: tensor * math.nan for name, tensor in weights(seed=1).items()})
+
+
+def test_an_infinite_tolerance_compares_no_canary():
+    class NotAsked(FakeEngine):
+        async def score(self, sequences):
+            raise AssertionError
+
+    assert publish(NotAsked(), tolerances=ProofTolerances(canary=math.inf)).canary_max_diff == 0.0

@@ -54,6 +54,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Qwen2ForCausalLM": {"tie_word_embeddings": True, "rope_theta": 1e6},
     "LlamaForCausalLM": {"rope_parameters": LLAMA3_ROPE},
+    "Glm4MoeForCausalLM": {
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
 }
 """What tiny policies of each architecture have beside BASE."""
 
@@ -72,6 +84,9 @@ def write_policy(policy_dir: Path, architecture: str = "Qwen3ForCausalLM", **cha
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
             elif name.endswith("bias"):  # zeros would hide a bias
                 torch.nn.init.normal_(parameter, std=0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(buffer, std=0.1)
     model.save_pretrained(policy_dir)
     (policy_dir / "tokenizer_config.json").write_text('{"made": "for a test"}')
     return policy_dir

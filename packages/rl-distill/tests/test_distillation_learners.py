@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
@@ -26,6 +27,8 @@ from rl_distill.objectives.distillation import (
 )
 from rl_distill.objectives.policy import PolicyObjectiveOptions, policy_objective
 from rl_distill.options import ParallelOptions
+from rl_distill.parallel_layout import teacher_layout
+from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_distill.torch_learner import TorchLearner
 
 VOCAB_SIZE = 40
@@ -176,6 +179,37 @@ def test_every_layout_learns_the_same(
         found = [step_of(together, batch, wanted, teachers) for _ in range(2)]
         assert_same(found[0], expected[0], tolerance=1e-6)
         assert_same(found[1], expected[1], tolerance=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_mixture_teaches_a_dense_student_what_transformers_says(
+    num_ranks: int, two_ranks: Any, tied_policy: Path, mixture_policy: Path, make_batch: Any
+) -> None:
+    layout = teacher_layout(num_ranks, parse_policy_config(read_policy_config(mixture_policy)))
+    ranks = two_ranks.in_layout(layout) if num_ranks > 1 else None
+    teacher, batch, top_k = MegatronTeacherModel(mixture_policy, OPTIONS, ranks=ranks), make_batch(LENGTHS), 5
+    experts = Ragged(np.zeros((sum(LENGTHS), 9, 1), np.int16), batch.ragged("input_ids").offsets)  # of another policy
+    logprobs, tokens, hidden = teacher.score(
+        batch.with_columns({"routed_experts": experts}), top_k=top_k, has_hidden=True
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(mixture_policy, trust_remote_code=False)
+    for row, ids in enumerate(batch.ragged("input_ids")):
+        sampled = torch.from_numpy(ids.astype(np.int64))
+        with torch.no_grad():
+            said = model(sampled[None], output_hidden_states=True)
+        expected = said.logits[0, :-1].log_softmax(-1)
+        found, named = torch.from_numpy(logprobs[row][1:]), torch.from_numpy(tokens[row][1:]).long()
+        assert torch.equal(named[:, 0], sampled[1:])
+        torch.testing.assert_close(found, expected.gather(-1, named), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found[:, 1:], expected.topk(top_k).values, rtol=0, atol=1e-5)
+        assert hidden is not None
+        np.testing.assert_allclose(hidden[row][1:], said.hidden_states[-1][0, :-1], rtol=0, atol=2e-5)
+    if num_ranks == 1:
+        taught_by_it = taught(batch, [mixture_policy])
+        for name in ("forward", "full reverse", "k3"):
+            learners = MegatronLearner(tied_policy, OPTIONS), TorchLearner(tied_policy, OPTIONS)
+            both = [step_of(one, taught_by_it, objective(name, has_tasks=False), [mixture_policy]) for one in learners]
+            assert_same(*both, tolerance=3e-6)
 
 
 EQUAL = [name for name in LOSSES if name not in ("nll", "uld", "forward without tail", "js clamped")]

@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from rl_distill.checkpoints.hf_folder import tensor_shapes
 from rl_distill.flops import forward_flops
-from rl_distill.policy_config import MixtureConfig, PolicyConfig
+from rl_distill.mixture_config import MixtureConfig
+from rl_distill.policy_config import PolicyConfig
+from rl_distill.tensor_shapes import tensor_shapes
 
 SMALL = PolicyConfig(
     num_layers=2,
@@ -46,3 +47,5 @@ def test_of_a_mixture_the_experts_of_a_token_count():
     config = replace(SMALL, architecture="Qwen3MoeForCausalLM", mixture=mixture)
     weights = 2 * 384 + 384 + 8 * 8 + 2 * 3 * 8 * 4 + 800
     assert forward_flops(config, [1]) == 2 * weights + 4 * 2 * 16
+    shared = replace(config, mixture=replace(mixture, shared_ffn_hidden_size=6))
+    assert forward_flops(shared, [1]) == 2 * (weights + 3 * 8 * 6) + 4 * 2 * 16

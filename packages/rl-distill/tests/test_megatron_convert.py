@@ -2,21 +2,24 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from rl_core.errors import ShapeError
-from rl_distill.checkpoints.hf_folder import tensor_shapes
 from rl_distill.megatron.convert import Block, Shard, blocks_of, padded_vocab_size
+from rl_distill.mixture_config import MixtureConfig, SigmoidRouting
 from rl_distill.options import ParallelOptions
-from rl_distill.policy_config import MixtureConfig, PolicyConfig
+from rl_distill.policy_config import PolicyConfig
+from rl_distill.tensor_shapes import tensor_shapes
 
 Tensors = dict[str, torch.Tensor]
 
 MIXTURE = MixtureConfig(num_experts=4, top_k=2, norm_topk_prob=True, ffn_hidden_size=8, layers=(1, 2, 3))
 """A policy's first layer is dense."""
+GLM = replace(MIXTURE, shared_ffn_hidden_size=16, sigmoid=SigmoidRouting(num_groups=2, top_groups=1, scaling=2.0))
 
 
 def config_of(**changes: Any) -> PolicyConfig:
@@ -41,6 +44,10 @@ def mixture_config(**changes: Any) -> PolicyConfig:
     return config_of(architecture="Qwen3MoeForCausalLM", mixture=MIXTURE, **changes)
 
 
+def glm_config(**changes: Any) -> PolicyConfig:
+    return config_of(architecture="Glm4MoeForCausalLM", mixture=GLM, attention_bias=True, **changes)
+
+
 def whole_policy(config: PolicyConfig) -> Shard:
     return Shard(layers=range(config.num_layers))
 
@@ -63,9 +70,9 @@ def megatron_state(config: PolicyConfig, shard: Shard) -> Tensors:
         shapes[layer + "input_layernorm.weight"] = (hidden,)
         shapes[layer + "pre_mlp_layernorm.weight"] = (hidden,)
         shapes[layer + "self_attention.linear_qkv.weight"] = (qkv, hidden)
-        if config.family.has_qkv_bias:
+        if config.has_qkv_bias:
             shapes[layer + "self_attention.linear_qkv.bias"] = (qkv,)
-        if config.family.has_qk_norm:
+        if config.has_qk_norm:
             shapes[layer + "self_attention.q_layernorm.weight"] = (config.head_dim,)
             shapes[layer + "self_attention.k_layernorm.weight"] = (config.head_dim,)
         shapes[layer + "self_attention.linear_proj.weight"] = (hidden, config.num_heads * config.head_dim // tensor)
@@ -74,6 +81,10 @@ def megatron_state(config: PolicyConfig, shard: Shard) -> Tensors:
             shapes[layer + "mlp.linear_fc2.weight"] = (hidden, config.ffn_hidden_size // tensor)
             continue
         shapes[layer + "mlp.router.weight"] = (config.num_experts, hidden)
+        if config.mixture == GLM:
+            shapes[layer + "mlp.router.expert_bias"] = (config.num_experts,)
+            shapes[layer + "mlp.shared_experts.linear_fc1.weight"] = (2 * GLM.shared_ffn_hidden_size // tensor, hidden)
+            shapes[layer + "mlp.shared_experts.linear_fc2.weight"] = (hidden, GLM.shared_ffn_hidden_size // tensor)
         ffn = MIXTURE.ffn_hidden_size // shard.expert_tensor_size
         for expert in range(config.num_experts // shard.expert_size):
             prefix = f"{layer}mlp.experts.local_experts.{expert}."
@@ -149,6 +160,7 @@ CASES = [
     *[(config_of(architecture="Qwen2ForCausalLM", is_tied=True), layout) for layout in DENSE_LAYOUTS],
     *[(config_of(architecture="LlamaForCausalLM", vocab_size=5), layout) for layout in DENSE_LAYOUTS],
     *[(mixture_config(), layout) for layout in MIXTURE_LAYOUTS],
+    *[(glm_config(), layout) for layout in MIXTURE_LAYOUTS],
 ]
 
 
@@ -276,6 +288,11 @@ def test_blocks_work_on_whatever_has_the_shapes_of_parameters():
         (config_of(ffn_hidden_size=6), {"tensor_size": 4}, "intermediate_size = 6"),
         (mixture_config(), {"expert_size": 3}, "num_experts = 4 must be divisible by the expert-parallel size"),
         (mixture_config(), {"expert_tensor_size": 16}, "moe_intermediate_size = 8"),
+        (
+            config_of(mixture=replace(GLM, shared_ffn_hidden_size=6)),
+            {"tensor_size": 4},
+            r"n_shared_experts \* moe_intermediate_size = 6",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_refused(config: PolicyConfig, sizes: dict[str, int], message: str):

@@ -15,7 +15,7 @@ from rl_core.data.ragged import offsets_of
 from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.megatron.attention_buckets import PackedLayout, packed_layout
 from rl_distill.megatron.convert import Shard, blocks_of
-from rl_distill.megatron.mixture import route
+from rl_distill.megatron.mixture import SigmoidScores, route
 from rl_distill.megatron.model_spec import PolicyLayer, block_spec, transformer_config
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.policy_config import parse_policy_config, read_policy_config
@@ -49,6 +49,35 @@ def test_probabilities_stay_as_they_are_where_the_policy_does_not_normalise():
     probabilities, _ = route(LOGITS, top_k=TOP_K, is_normalized=False, given=torch.tensor([[0, 2]]))
 
     torch.testing.assert_close(probabilities, torch.tensor([[0.1, 0.0, 0.3, 0.0]]))
+
+
+SIGMOID_SCORES = [0.1, 0.4, 0.3, 0.2, 0.8, 0.05]
+"""In three groups of two."""
+
+
+@pytest.mark.parametrize(("bias", "top_groups", "given", "expected"), [
+    ([0, 0, 0, 0, 0, 0], 3, None, [0, 0.4, 0, 0, 0.8, 0]),
+    ([0, 0, 0, 0, 0, 0], 1, None, [0, 0, 0, 0, 0.8, 0.05]),
+    ([0.01, 0, 0, 0, -0.5, 0], 1, None, [0.1, 0.4, 0, 0, 0, 0]),  # groups have 0.51, 0.5 and 0.35
+    ([0, -0.5, 0, 0, -0.65, 0], 2, None, [0, 0, 0.3, 0.2, 0, 0]),
+    ([0, 0, 0, 0, 0, 0], 1, [[1, 2]], [0, 0.4, 0.3, 0, 0, 0]),  # of groups that would not be chosen together
+    ([9, 9, 9, 9, 9, 9], 1, [[0, -1]], [0, 0, 0, 0, 0.8, 0.05]),
+])  # fmt: skip
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_sigmoids_choose_by_groups_and_bias_and_weigh_without(
+    bias: list[float], top_groups: int, given: list[list[int]] | None, expected: list[float], is_normalized: bool
+):
+    sigmoid = SigmoidScores(torch.tensor(bias), num_groups=3, top_groups=top_groups, scaling=2.5)
+    logits = torch.logit(torch.tensor([SIGMOID_SCORES])).requires_grad_()
+    experts = None if given is None else torch.tensor(given)
+
+    probabilities, chosen = route(logits, top_k=2, is_normalized=is_normalized, given=experts, sigmoid=sigmoid)
+
+    weights = torch.tensor([expected])
+    torch.testing.assert_close(probabilities, 2.5 * (weights / weights.sum() if is_normalized else weights))
+    assert chosen.tolist() == [[value > 0 for value in expected]]
+    probabilities.square().sum().backward()
+    assert (logits.grad != 0).tolist() == chosen.tolist()
 
 
 def test_the_softmax_is_taken_in_float32():
@@ -218,6 +247,30 @@ def test_a_recomputed_layer_replays_the_same(mixture_policy: Path):
 
     assert torch.equal(found, logits)
     assert all(torch.equal(found_grads[name], grad) for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kept", [None, [0, 4, 5, 11, 17]])
+def test_rows_that_the_router_would_route_differently_are_counted_once(
+    recompute: bool, kept: list[int] | None, mixture_policy: Path
+):
+    model = build(mixture_policy, recompute=recompute)
+    experts = own_choices(model, mixture_policy)
+    experts[[0, 4, 9], -1] = (experts[[0, 4, 9], -1] + 1) % NUM_EXPERTS  # of neighbours, one stays and one changes
+    experts[[0, 5], -1] = experts[[0, 5], -1].flip(-1)  # the order says nothing
+    experts[17] = -1
+    is_changed = {row: set(experts[row, -1].tolist()) for row in (0, 4, 9)}
+    experts[7, :] = -1
+    layout = layout_of(mixture_policy, experts, None if kept is None else torch.tensor(kept))
+    layout.routed = torch.full((NUM_LAYERS, 2), 99)
+
+    gradients(model, layout)
+
+    own = own_choices(model, mixture_policy)[:, -1]
+    changed = [row for row, chosen in is_changed.items() if chosen != set(own[row].tolist())]
+    assert len(changed) == 3
+    last = [NUM_TOKENS - 2, 3] if kept is None else [4, 2]
+    assert layout.routed.tolist() == [[NUM_TOKENS - 2, 0], last]
 
 
 def test_the_last_layer_replays_choices_of_the_tokens_that_it_keeps(mixture_policy: Path):

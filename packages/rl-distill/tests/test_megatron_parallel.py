@@ -6,17 +6,24 @@ The layouts compute once what rows share, the one rank each row on its own.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_distill.learner import MetricSums, MicroBatch, StepResult
+from rl_distill.megatron.convert import Shard
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
+from rl_distill.megatron.ranks import LearnerRanks
+from rl_distill.megatron.setup import VALUE_HEAD, chunk_blocks
+from rl_distill.model_memory import rank_memory
 from rl_distill.options import LearnerOptions, ParallelOptions
+from rl_distill.policy_config import parse_policy_config, read_policy_config
 
 MakeBatch = Callable[..., Batch]
 Started = Any  # conftest's
@@ -55,6 +62,29 @@ FOUR_OF_EXPERTS = {
     "TP2 EP2, experts whole": ParallelOptions(ranks=4, tensor=2, sequence=True, expert=2, expert_tensor=1),
     "PP2 EP2": ParallelOptions(ranks=4, pipeline=2, expert=2),
 }
+FOUR_THAT_REPLAY = {
+    "EP2": ParallelOptions(ranks=4, expert=2),
+    "TP2 EP2": FOUR_OF_EXPERTS["TP2 EP2"],
+    "PP2 EP2": FOUR_OF_EXPERTS["PP2 EP2"],
+    "CP2 EP2": ParallelOptions(ranks=4, context=2, expert=2),
+}
+OF_EXPERTS = {**TWO, **TWO_OF_EXPERTS, **FOUR_OF_EXPERTS}
+EXPERT_CASES = [
+    *[("Qwen3MoeForCausalLM", layout) for layout in (*TWO_OF_EXPERTS, *FOUR_OF_EXPERTS)],
+    ("Glm4MoeForCausalLM", "TP2 EP2"),
+    *[
+        pytest.param("Glm4MoeForCausalLM", layout, marks=pytest.mark.soak)
+        for layout in (
+            "PP2 interleaved",
+            "TP2+SP",
+            "CP2",
+            "EP2 distributed optimizer",
+            "TP2 EP2, experts whole",
+            "PP2 EP2",
+        )
+    ],
+]
+"""GLM's first stage is half dense, and its shared experts are split as attention is."""
 
 
 def policy_gradient(
@@ -120,6 +150,28 @@ def check_parity(started: Started, parallel: ParallelOptions, policy: Path, make
             np.testing.assert_allclose(found.tokens[name].values, column.values, rtol=0, atol=2e-5)
     for name, tensor in alone.export_weights().items():
         torch.testing.assert_close(together.export_weights()[name], tensor, rtol=0, atol=2e-5)
+    check_memory(ranks, parallel, policy)
+
+
+def check_memory(
+    ranks: LearnerRanks, parallel: ParallelOptions, policy: Path, *, model: str = "policy", dtype: str = "float32"
+) -> None:
+    """What each rank keeps after a step is what the layout says, to the byte.
+
+    Where ranks share the optimizer, megatron pads gradients, and its stretches are of different lengths.
+    """
+    config = parse_policy_config(read_policy_config(policy))
+    kind: Any = {"policy": "policy", "critic": "critic", "reference": "frozen"}[model]
+    stages = rank_memory(config, parallel, dtype=dtype, kind=kind) * (parallel.ranks // parallel.pipeline)
+    found = ranks.call_all("run", model, "memory", (), {})
+    if not parallel.distributed_optimizer:
+        assert sorted(found) == sorted(stages)
+        return
+    for one, expected in zip(sorted(found), sorted(stages), strict=True):
+        assert one.weights == expected.weights
+        assert one.gradients == pytest.approx(expected.gradients, rel=0.05)
+    optimizers = [sum(one.optimizer for one in of) for of in (found, stages)]
+    assert optimizers[0] == pytest.approx(optimizers[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("policy", ["four_layers", "four_layers_untied"])
@@ -139,23 +191,35 @@ def test_four_ranks_are_one(
 
 
 @pytest.fixture(scope="session")
-def four_layers_of_experts(policy_writer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("four-layers-of-experts")
-    return policy_writer(folder, "Qwen3MoeForCausalLM", num_hidden_layers=4)
+def four_layers_of(policy_writer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    folders: dict[str, Path] = {}
+
+    def folder_of(architecture: str) -> Path:
+        if architecture not in folders:
+            folder = tmp_path_factory.mktemp("four-layers-of-experts")
+            folders[architecture] = policy_writer(folder, architecture, num_hidden_layers=4)
+        return folders[architecture]
+
+    return folder_of
 
 
-@pytest.mark.parametrize("layout", TWO_OF_EXPERTS)
-def test_two_ranks_of_experts_are_one(
-    layout: str, two_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch
+@pytest.fixture(scope="session")
+def four_layers_of_experts(four_layers_of: Callable[..., Path]) -> Path:
+    return four_layers_of("Qwen3MoeForCausalLM")
+
+
+@pytest.mark.parametrize(("architecture", "layout"), EXPERT_CASES)
+def test_ranks_of_experts_are_one(
+    architecture: str,
+    layout: str,
+    two_ranks: Started,
+    four_ranks: Started,
+    four_layers_of: Callable[..., Path],
+    make_batch: MakeBatch,
 ):
-    check_parity(two_ranks, TWO_OF_EXPERTS[layout], four_layers_of_experts, make_batch)
-
-
-@pytest.mark.parametrize("layout", FOUR_OF_EXPERTS)
-def test_four_ranks_of_experts_are_one(
-    layout: str, four_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch
-):
-    check_parity(four_ranks, FOUR_OF_EXPERTS[layout], four_layers_of_experts, make_batch)
+    parallel = OF_EXPERTS[layout]
+    started = two_ranks if parallel.ranks == 2 else four_ranks
+    check_parity(started, parallel, four_layers_of(architecture), make_batch)
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP CP2", "PP2 interleaved DP2", "TP2 PP2"])
@@ -212,7 +276,11 @@ def test_one_row_is_enough_for_four_ranks(four_ranks: Started, four_layers: Path
 
 
 MOVES = [("TP2", "one"), ("TP2", "PP2"), ("TP2", "DP2 distributed optimizer"), ("DP2 distributed optimizer", "TP2")]
-EXPERT_MOVES = [("EP2", "one"), ("EP2 distributed optimizer", "PP2")]
+EXPERT_MOVES = [
+    ("Qwen3MoeForCausalLM", "EP2", "one"),
+    ("Qwen3MoeForCausalLM", "EP2 distributed optimizer", "PP2"),
+    ("Glm4MoeForCausalLM", "TP2+SP", "EP2 distributed optimizer"),
+]
 
 
 @pytest.mark.parametrize(("before", "after"), [("TP2", "TP2"), ("PP2 interleaved", "PP2 interleaved"), *MOVES])
@@ -222,17 +290,18 @@ def test_a_checkpoint_goes_on_under_any_layout(
     check_moves(two_ranks, (TWO[before], TWO.get(after)), four_layers, make_batch, tmp_path)
 
 
-@pytest.mark.parametrize(("before", "after"), EXPERT_MOVES)
+@pytest.mark.parametrize(("architecture", "before", "after"), EXPERT_MOVES)
 def test_a_checkpoint_of_experts_goes_on_under_any_layout(
+    architecture: str,
     before: str,
     after: str,
     two_ranks: Started,
-    four_layers_of_experts: Path,
+    four_layers_of: Callable[..., Path],
     make_batch: MakeBatch,
     tmp_path: Path,
 ):
-    layouts = (TWO_OF_EXPERTS[before], TWO_OF_EXPERTS.get(after))
-    check_moves(two_ranks, layouts, four_layers_of_experts, make_batch, tmp_path)
+    layouts = (OF_EXPERTS[before], OF_EXPERTS.get(after))
+    check_moves(two_ranks, layouts, four_layers_of(architecture), make_batch, tmp_path)
 
 
 def check_moves(
@@ -282,25 +351,168 @@ def test_a_learner_that_was_offloaded_goes_on(
         assert learner.train_step(batch, policy_gradient) == other.train_step(batch, policy_gradient)
 
 
-@pytest.mark.parametrize("layout", ["TP2 EP2", "PP2 EP2"])
+def with_experts(batch: Batch, *, num_layers: int = 4, num_experts: int = 4) -> Batch:
+    """As an engine would tell them, at random."""
+    ids, random = batch.ragged("input_ids"), np.random.default_rng(5)
+    chosen = random.random((len(ids.values), num_layers, num_experts)).argsort(-1)[..., :2].astype(np.int16)
+    return batch.with_columns({"routed_experts": Ragged(chosen, ids.offsets)})
+
+
+def test_a_reference_of_a_mixture_chooses_its_own_experts(
+    two_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch
+):
+    ranks, batch = two_ranks.in_layout(TWO_OF_EXPERTS["EP2"]), make_batch(LENGTHS)
+    reference = MegatronReference(four_layers_of_experts, OPTIONS, ranks=ranks)
+    model = transformers.AutoModelForCausalLM.from_pretrained(four_layers_of_experts, trust_remote_code=False)
+    found = reference.logprobs(batch)
+    for ids, logprobs in zip(batch.ragged("input_ids"), found, strict=True):
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        with torch.no_grad():
+            expected = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        np.testing.assert_allclose(logprobs[1:], expected, rtol=0, atol=1e-5)
+    assert np.array_equal(reference.logprobs(with_experts(batch)).values, found.values)
+    check_memory(ranks, TWO_OF_EXPERTS["EP2"], four_layers_of_experts, model="reference")
+
+
+def test_a_critic_of_a_mixture_learns_over_ranks_and_is_transformers(
+    two_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch, tmp_path: Path
+):
+    layout = TWO_OF_EXPERTS["EP2 distributed optimizer"]
+    ranks = two_ranks.in_layout(layout)
+    alone = MegatronCritic(four_layers_of_experts, NOT_SHARING)
+    together = MegatronCritic(four_layers_of_experts, SHARING, ranks=ranks)
+    for step, tolerance in ((1, 1e-6), (2, 1e-5), (3, 1e-5)):
+        batch = make_batch(LENGTHS, seed=step, num_prompts=NUM_PROMPTS[step])
+        expected, found = (
+            alone.train_step(batch, squared_error),
+            together.train_step(with_experts(batch), squared_error),
+        )
+        assert found.loss == pytest.approx(expected.loss, rel=tolerance)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
+    check_memory(ranks, layout, four_layers_of_experts, model="critic")
+    together.save(tmp_path)
+    kind = transformers.AutoModelForTokenClassification
+    model = kind.from_pretrained(tmp_path / "policy", num_labels=1, trust_remote_code=False)
+    for ids, values in zip(batch.ragged("input_ids"), together.values(with_experts(batch)), strict=True):
+        with torch.no_grad():
+            expected = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1, 0]
+        np.testing.assert_allclose(values[1:], expected, rtol=0, atol=1e-5)
+    assert float(np.abs(alone.values(batch).values).max()) > 1e-3
+
+
+def test_ranks_count_the_blocks_of_a_critic_in_one_order(four_layers: Path):
+    """Each copy gives out the blocks of its numbers: in an order of its own, some would be given twice or never."""
+    config = parse_policy_config(read_policy_config(four_layers))
+    state = {name: torch.zeros(1, 1) for name in VALUE_HEAD}
+    plan: Any = SimpleNamespace(source=SimpleNamespace(config=config))
+    orders = [dict(sorted(state.items(), reverse=reverse)) for reverse in (False, True)]
+    for order in orders:
+        blocks = chunk_blocks(order, plan, Shard(layers=range(config.num_layers)))
+        assert [block.name for block in blocks] == list(VALUE_HEAD.values())
+
+
+def test_float32_weights_behind_bfloat16_ones_are_foretold(
+    two_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch
+):
+    for layout in (TWO_OF_EXPERTS["EP2"], TWO_OF_EXPERTS["EP2 distributed optimizer"]):
+        ranks = two_ranks.in_layout(layout)
+        learner = MegatronLearner(four_layers_of_experts, replace(OPTIONS, dtype="bfloat16"), ranks=ranks)
+        learner.train_step(make_batch(LENGTHS), policy_gradient)
+        check_memory(ranks, layout, four_layers_of_experts, dtype="bfloat16")
+
+
+def check_replay(started: Started, layout: str, policy: Path, batch: Batch) -> None:
+    """Logprobs and a step are those of one rank, which computes each row on its own."""
+    alone = MegatronLearner(policy, NOT_SHARING)
+    together = MegatronLearner(policy, SHARING, ranks=started.in_layout(FOUR_THAT_REPLAY[layout]))
+    expected = alone.logprobs(batch).values
+    np.testing.assert_allclose(together.logprobs(batch).values, expected, rtol=0, atol=5e-6)
+    plain = batch.only(batch.names - {"routed_experts"})
+    assert float(np.abs(expected - alone.logprobs(plain).values).max()) > 1e-2
+    found, wanted = (learner.train_step(batch, policy_gradient) for learner in (together, alone))
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-6, abs=0)
+    assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
+
+
+@pytest.mark.parametrize(("architecture", "num_experts", "top_k", "layout"), [
+    *[("Qwen3MoeForCausalLM", 4, 2, layout) for layout in FOUR_THAT_REPLAY],
+    ("Glm4MoeForCausalLM", 8, 3, "TP2 EP2"),
+])  # fmt: skip
 def test_replayed_experts_are_the_same_over_ranks(
-    layout: str, four_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch
+    architecture: str,
+    num_experts: int,
+    top_k: int,
+    layout: str,
+    four_ranks: Started,
+    four_layers_of: Callable[..., Path],
+    make_batch: MakeBatch,
 ):
     plain = make_batch(LENGTHS, num_prompts=3)
     offsets = plain.ragged("input_ids").offsets
-    orders = np.random.default_rng(3).permuted(np.tile(np.arange(4), (NUM_TOKEN_IDS, 4, 1)), axis=2)[..., :2]
+    each = np.tile(np.arange(num_experts), (NUM_TOKEN_IDS, 4, 1))
+    orders = np.random.default_rng(3).permuted(each, axis=2)[..., :top_k]
+    orders[5::7], orders[3::5, 2] = -1, -1  # known in no layer, or not in one
     chosen = orders[plain.ragged("input_ids").values]  # the same for the same token, as a shared prefix has
-    chosen[offsets[3] + 1] = (chosen[offsets[3] + 1] + 1) % 4  # but not in this row
-    batch = plain.with_columns({"routed_experts": Ragged(chosen.astype(np.int16), offsets)})
-    alone = MegatronLearner(four_layers_of_experts, NOT_SHARING)
-    together = MegatronLearner(four_layers_of_experts, SHARING, ranks=four_ranks.in_layout(FOUR_OF_EXPERTS[layout]))
+    of_another = [[0, 3, 1], [1, 2, 0], [3, 2, 1]]
+    chosen[offsets[3] + 1] = [*(row[:top_k] for row in of_another), [-1] * top_k]  # but not in this row
 
-    expected = alone.logprobs(batch).values
-    np.testing.assert_allclose(together.logprobs(batch).values, expected, rtol=0, atol=5e-6)
-    assert float(np.abs(expected - alone.logprobs(plain).values).max()) > 1e-2
-    found, wanted = (learner.train_step(batch, policy_gradient) for learner in (together, alone))
-    assert found.loss == pytest.approx(wanted.loss, rel=1e-6, abs=1e-6)
-    assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
+    batch = plain.with_columns({"routed_experts": Ragged(chosen.astype(np.int16), offsets)})
+
+    assert 0 < (chosen < 0).mean() < 0.5
+    check_replay(four_ranks, layout, four_layers_of(architecture), batch)
+
+
+@pytest.mark.parametrize(("lengths", "experts"), [(LENGTHS, [1, 0]), ((3,), [2, 3])])
+@pytest.mark.parametrize("layout", FOUR_THAT_REPLAY)
+def test_ranks_without_tokens_for_their_experts(
+    layout: str,
+    lengths: tuple[int, ...],
+    experts: list[int],
+    four_ranks: Started,
+    four_layers_of_experts: Path,
+    make_batch: MakeBatch,
+):
+    """All tokens go to the experts of one rank; of a single row, other ranks have no tokens at all."""
+    plain = make_batch(lengths)
+    offsets = plain.ragged("input_ids").offsets
+    chosen = np.full((int(offsets[-1]), 4, 2), experts, dtype=np.int16)
+
+    check_replay(
+        four_ranks, layout, four_layers_of_experts, plain.with_columns({"routed_experts": Ragged(chosen, offsets)})
+    )
+
+
+ROUTED = {**TWO_OF_EXPERTS, **FOUR_OF_EXPERTS, "PP2 interleaved": TWO["PP2 interleaved"]}
+
+
+@pytest.mark.parametrize("layout", ["EP2", "CP2", "PP2 interleaved", "TP2 EP2", "PP2 EP2"])
+def test_replayed_rows_are_counted_alike_over_ranks(
+    layout: str, four_layers_of_experts: Path, make_batch: MakeBatch, request: pytest.FixtureRequest
+):
+    parallel = ROUTED[layout]
+    ranks = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[parallel.ranks]).in_layout(parallel)
+    plain = make_batch(LENGTHS, num_prompts=3)
+    ids = plain.ragged("input_ids")
+    orders = np.random.default_rng(5).permuted(np.tile(np.arange(4), (NUM_TOKEN_IDS, 4, 1)), axis=2)[..., :2]
+    chosen = orders[ids.values]
+    chosen[ids.offsets[1:] - 1] = -1  # no engine knows the last one's
+    chosen[ids.offsets[2] + 4] = -1
+    batch = plain.with_columns({"routed_experts": Ragged(chosen.astype(np.int16), ids.offsets)})
+    options = SHARING if parallel.data == 1 else NOT_SHARING  # over data-parallel ranks, others share
+
+    found, wanted = (
+        MegatronLearner(four_layers_of_experts, replace(options, recompute=recompute), ranks=of)
+        .train_step(batch, policy_gradient)
+        .metrics
+        for of, recompute in ((ranks, "full"), (None, "none"))
+    )
+
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert 0.5 < found["router/rerouted_share"] < 1.0
+    num_tokens = sum(LENGTHS) - len(LENGTHS)
+    if options is NOT_SHARING:
+        assert found["router/unknown_share"] == 1 / num_tokens
+    assert found["router/unknown_share"] >= 1 / num_tokens
 
 
 @pytest.mark.parametrize("layout", ["TP2 PP2", "TP2 DP2 distributed optimizer"])

@@ -18,7 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from safetensors.torch import load_file, save_file
 
 from rl_core.data.ragged import offsets_of
-from rl_distill.checkpoints.hf_folder import STORED_DTYPES, PolicyTensors, tensor_shapes
+from rl_distill.checkpoints.hf_folder import STORED_DTYPES, PolicyTensors
 from rl_distill.megatron.attention_buckets import PackedLayout, packed_layout
 from rl_distill.megatron.convert import Shard, blocks_of, padded_vocab_size
 from rl_distill.megatron.cpu import install_cpu_compatibility
@@ -28,6 +28,7 @@ from rl_distill.objectives.vocabulary import vocabulary_logprobs
 from rl_distill.objectives.vocabulary_parts import VocabularyPart
 from rl_distill.options import ParallelOptions
 from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill.tensor_shapes import tensor_shapes
 
 LENGTHS = [13, 3, 8]
 TIMEOUT_S = 300
@@ -44,6 +45,8 @@ CASES = [
     ("Qwen3MoeForCausalLM", "sequence"),
     ("Qwen3MoeForCausalLM", "expert"),
     ("Qwen3MoeForCausalLM", "sequence-expert"),
+    ("Glm4MoeForCausalLM", "sequence"),
+    ("Glm4MoeForCausalLM", "sequence-expert"),
 ]
 
 
@@ -98,7 +101,7 @@ def score(policy_dir: Path, parallel: ParallelOptions) -> dict[str, torch.Tensor
     logprobs, entropy = vocabulary_logprobs(logits, ids[0].flip(0), part=VocabularyPart(policy.vocab_size, group))
     (logprobs.sum() + 0.1 * entropy.sum()).backward()
     out = {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "bytes": torch.tensor(tensors.num_bytes_read)}
-    grads = {name: parameter.grad for name, parameter in parameters.items()}
+    grads = {name: parameter.grad for name, parameter in parameters.items() if parameter.requires_grad}
     for block in blocks_of(grads, policy, shard):
         out[f"{block.name} {','.join(map(str, block.offsets))}"] = block.read().clone()
     return out

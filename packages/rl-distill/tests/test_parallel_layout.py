@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from rl_core.errors import SettingsError
+from rl_distill.mixture_config import MixtureConfig
 from rl_distill.options import ParallelOptions
-from rl_distill.parallel_layout import check_layout
-from rl_distill.policy_config import MixtureConfig, PolicyConfig
+from rl_distill.parallel_layout import check_layout, teacher_layout
+from rl_distill.policy_config import PolicyConfig
 
 DENSE = PolicyConfig(
     architecture="Qwen3ForCausalLM",
@@ -62,7 +63,10 @@ def test_a_layout_that_does_not_divide_is_refused(sizes: dict[str, int], said: s
             {"ranks": 3, "expert": 2},
             "ranks = 3 must be a multiple of expert_tensor * expert * pipeline = 1 * 2 * 1",
         ),
-        ({"ranks": 2, "tensor": 2}, "a mixture of experts with tensor = 2 needs sequence = true"),
+        (
+            {"ranks": 2, "tensor": 2},
+            "sequence must be true for a mixture of experts with tensor = 2: megatron trains no other; found false",
+        ),
         ({"ranks": 3, "expert_tensor": 3}, "expert_tensor = 3 must divide the policy's moe_intermediate_size = 32"),
     ],
 )
@@ -89,3 +93,17 @@ def test_layouts_that_divide_are_taken(layout: ParallelOptions):
 def test_data_parallelism_takes_what_is_left():
     assert ParallelOptions(ranks=8, tensor=2, context=2).data == 2
     check_layout(ParallelOptions(ranks=6, tensor=2, sequence=True, expert=3, expert_tensor=1), EXPERTS)
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(SettingsError) as refused:
+        check_layout(ParallelOptions(ranks=8, tensor=8, expert=4), EXPERTS)
+    assert [line.split()[0] for line in str(refused.value).splitlines()] == ["tensor", "expert", "ranks", "sequence"]
+
+
+@pytest.mark.parametrize(("ranks", "expert"), [(1, 1), (2, 2), (4, 2)])
+def test_a_teachers_ranks_share_whole_experts_as_far_as_they_go(ranks: int, expert: int):
+    layout = teacher_layout(ranks, EXPERTS)
+    check_layout(layout, EXPERTS)
+    assert (layout.tensor, layout.expert, layout.expert * (layout.expert_tensor or 1)) == (ranks, expert, ranks)
+    assert teacher_layout(ranks, DENSE) == ParallelOptions(ranks=ranks, tensor=ranks)

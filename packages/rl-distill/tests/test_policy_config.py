@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from rl_core.errors import DataError, SettingsError
+from rl_distill.mixture_config import MixtureConfig, SigmoidRouting
 from rl_distill.policy_config import (
     SUPPORTED_ARCHITECTURES,
     LinearRopeScaling,
     Llama3RopeScaling,
-    MixtureConfig,
     parse_policy_config,
 )
 
@@ -39,6 +39,22 @@ MIXTURE = {
 }
 
 
+GLM = {
+    **DENSE,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "head_dim": 16,
+    "attention_bias": True,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "routed_scaling_factor": 2.5,
+}
+"""As GLM-4.5's, but for the groups, of which it has one."""
+
+
 def llama(**changes: Any) -> dict[str, Any]:
     return {**DENSE, "architectures": ["LlamaForCausalLM"], **changes}
 
@@ -49,7 +65,7 @@ def test_an_unsupported_architecture_is_refused_with_those_that_are_not():
 
     assert str(caught.value) == (
         "architecture Gemma3ForCausalLM is not supported; supported: Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-        "Qwen2ForCausalLM, LlamaForCausalLM."
+        "Qwen2ForCausalLM, LlamaForCausalLM, Glm4MoeForCausalLM."
     )
     for missing in ([], None):
         with pytest.raises(SettingsError, match=r"architecture \(none\) is not supported"):
@@ -58,7 +74,7 @@ def test_an_unsupported_architecture_is_refused_with_those_that_are_not():
 
 @pytest.mark.parametrize(
     ("architecture", "head_dim"),
-    zip(SUPPORTED_ARCHITECTURES, (128, 8, 8, 8), strict=True),
+    zip(SUPPORTED_ARCHITECTURES, (128, 8, 8, 8, 8), strict=True),
 )
 def test_a_missing_head_dim_is_what_transformers_takes(architecture: str, head_dim: int):
     config = {**MIXTURE, "architectures": [architecture]}
@@ -70,9 +86,9 @@ def test_a_missing_head_dim_is_what_transformers_takes(architecture: str, head_d
 def test_families_differ_in_biases_norms_and_experts():
     found = [parse_policy_config({**MIXTURE, "architectures": [name]}) for name in SUPPORTED_ARCHITECTURES]
 
-    assert [config.family.has_qk_norm for config in found] == [True, True, False, False]
-    assert [config.family.has_qkv_bias for config in found] == [False, False, True, False]
-    assert [config.num_experts for config in found] == [0, 8, 0, 0]
+    assert [config.has_qk_norm for config in found] == [True, True, False, False, False]
+    assert [config.has_qkv_bias for config in found] == [False, False, True, False, False]
+    assert [config.num_experts for config in found] == [0, 8, 0, 0, 8]
 
 
 def test_every_head_has_keys_of_its_own_where_none_are_said():
@@ -145,6 +161,14 @@ def test_experts_are_counted_in_both_dialects():
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be 'full_attention'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0"),
         ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "norm_topk_prob must be False"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0"),
+        (
+            {"output_router_logits": True},
+            "router_aux_loss_coef with output_router_logits.*output_router_logits to false",
+        ),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.01}, r"router_aux_loss_coef.*Set it to 0"),
+        ({"router_z_loss_coef": 0.1}, r"\(router_z_loss_coef\).*Set it to 0"),
+        ({"moe_router_bias_update_rate": 1e-3}, r"\(moe_router_bias_update_rate\).*Set it to 0"),
     ],
 )
 def test_what_the_learners_do_not_do_is_refused_by_name(changes: dict[str, Any], message: str):
@@ -167,6 +191,69 @@ def test_impossible_fields_are_refused(changes: dict[str, Any], message: str):
         parse_policy_config({**MIXTURE, **changes})
 
 
+def test_losses_that_are_not_asked_for_are_not_refused():
+    for changes in (
+        {"router_aux_loss_coef": 0.001, "output_router_logits": False},
+        {"router_aux_loss_coef": 0.0, "output_router_logits": True, "router_z_loss_coef": 0},
+    ):
+        assert parse_policy_config({**MIXTURE, **changes}) == parse_policy_config(MIXTURE)
+    assert parse_policy_config({**GLM, "output_router_logits": True}) == parse_policy_config(GLM)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 3}, "n_group must divide n_routed_experts = 8"),
+        ({"n_group": 8}, "into groups of at least 2; found 8"),
+        ({"topk_group": 5}, "topk_group must be <= n_group = 4; found 5"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok must be <= the experts of topk_group groups.* = 4; found 5"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace >= 0; found -1"),
+        ({"n_shared_experts": 0}, "n_shared_experts >= 1; found 0"),
+        ({"partial_rotary_factor": 0.35}, "an even part of the 20 channels of a head; found 0.35"),
+        ({"partial_rotary_factor": 1.5}, "an even part of the 20 channels"),
+    ],
+)
+def test_impossible_fields_of_glm_are_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(DataError, match=message):
+        parse_policy_config({**GLM, "head_dim": 20, "partial_rotary_factor": 0.5, **changes})
+
+
+@pytest.mark.parametrize(
+    ("dialect", "rotary_dim"),
+    [
+        ({"partial_rotary_factor": 0.25, "rope_theta": 1e4, "rope_scaling": None}, 4),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 1e4, "rope_type": "default"}}, 4),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.5}, 4),
+        ({"rope_parameters": {"rope_theta": 1e4}, "partial_rotary_factor": 0.25}, 4),
+        ({}, 8),
+        ({"partial_rotary_factor": 1.0}, 0),
+    ],
+)
+def test_a_part_of_each_head_is_rotated_in_both_dialects(dialect: dict[str, Any], rotary_dim: int):
+    assert parse_policy_config({**GLM, **dialect}).rotary_dim == rotary_dim
+
+
+def test_glm_is_read():
+    found = parse_policy_config(GLM)
+
+    assert found.mixture == MixtureConfig(
+        num_experts=8,
+        top_k=2,
+        norm_topk_prob=True,
+        ffn_hidden_size=16,
+        layers=(1, 2, 3),
+        shared_ffn_hidden_size=32,
+        sigmoid=SigmoidRouting(num_groups=4, top_groups=2, scaling=2.5),
+    )
+    assert (found.has_qkv_bias, found.has_qk_norm) == (True, False)
+    assert parse_policy_config({**GLM, "use_qk_norm": True}).has_qk_norm
+    assert parse_policy_config({**GLM, "first_k_dense_replace": 0}).mixture.layers == (0, 1, 2, 3)
+    assert parse_policy_config({**GLM, "first_k_dense_replace": 4}).mixture is None
+    few = {name: value for name, value in GLM.items() if name not in ("n_group", "topk_group", "n_shared_experts")}
+    assert parse_policy_config(few).mixture.sigmoid == SigmoidRouting(num_groups=1, top_groups=1, scaling=2.5)
+    assert parse_policy_config(few).mixture.shared_ffn_hidden_size == 16
+
+
 @pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size", "rms_norm_eps", "moe_intermediate_size"])
 def test_missing_fields_are_named(name: str):
     with pytest.raises(DataError, match=f"no field '{name}'; a Qwen3MoeForCausalLM needs it"):
@@ -183,8 +270,20 @@ def test_the_digest_tells_policies_apart_that_weights_must_agree_with():
             MIXTURE,
             {**MIXTURE, "norm_topk_prob": True},
             {**MIXTURE, "mlp_only_layers": [1]},
+            GLM,
+            {**GLM, "attention_bias": False},
+            {**GLM, "use_qk_norm": True},
+            {**GLM, "partial_rotary_factor": 0.25},
+            {**GLM, "n_shared_experts": 1},
+            {**GLM, "n_group": 2},
+            {**GLM, "routed_scaling_factor": 1.0},
         )
     }
 
-    assert len(digests) == 6
+    assert len(digests) == 13
     assert parse_policy_config({**DENSE, "initializer_range": 1.0}).digest == parse_policy_config(DENSE).digest
+
+
+def test_the_digest_of_checkpoints_from_before_glm_is_the_same():
+    assert parse_policy_config(DENSE).digest == "534ff24e8ea44a89"
+    assert parse_policy_config(MIXTURE).digest == "6273da96b497e453"

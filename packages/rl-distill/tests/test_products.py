@@ -38,6 +38,25 @@ def test_values_and_gradients_are_torchs(calls):
     assert len(calls) == 3
 
 
+def test_products_into_a_tensor_are_torchs(calls):
+    a, b, total = torch.randn(100, 200), torch.randn(200, 150), torch.randn(100, 150)
+    expected, added = torch.mm(a, b), torch.addmm(total, a, b)
+
+    with computing_with("onednn"):
+        found = torch.full((200, 150), torch.nan)
+        torch.mm(a, b, out=found[:100])
+        torch.mm(a[:2], b, out=found[100:102])
+        assert total.addmm_(a, b) is total
+        scaled = torch.ones(100, 150).addmm_(a, b, beta=2, alpha=3)
+
+    assert calls == [(100, 200, 150)] * 2
+    torch.testing.assert_close(found[:100], expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(found[100:102], torch.mm(a[:2], b))
+    assert found[102:].isnan().all()
+    torch.testing.assert_close(total, added, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(scaled, 2 + 3 * expected, rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("dtype", "size"), [(torch.float64, 200), (torch.bfloat16, 200), (torch.int64, 200), (torch.float32, 8)]
 )

@@ -20,6 +20,7 @@ KINDS = {
     "dense": ("Qwen3ForCausalLM", {}),
     "recomputed": ("LlamaForCausalLM", {"recompute": "full"}),
     "mixture": ("Qwen3MoeForCausalLM", {}),
+    "partly rotated": ("Glm4MoeForCausalLM", {}),
 }
 
 
@@ -50,9 +51,9 @@ class Pair:
         for learner in (self.shared, self.apart):
             steps.append(learner.train_step(batch, sequence_loss, with_entropy=True, with_tokens=True))
             (chunk,) = learner._ranks._host._models["policy"]._chunks
-            grads.append({name: parameter.main_grad.clone() for name, parameter in chunk.named_parameters()})
+            grads.append({name: p.main_grad.clone() for name, p in chunk.named_parameters() if p.requires_grad})
         found, expected = steps
-        assert found.loss == pytest.approx(expected.loss, rel=1e-6, abs=1e-7)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6, abs=1e-6)  # a difference of two sums near 1
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
         for name, column in expected.tokens.items():
             np.testing.assert_allclose(found.tokens[name].values, column.values, rtol=0, atol=5e-6, err_msg=name)

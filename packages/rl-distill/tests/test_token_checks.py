@@ -1,5 +1,6 @@
 """Tokens that a policy cannot have are refused by the caller, by name."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,11 +20,8 @@ from rl_distill.supervised import supervised_objective
 OPTIONS = LearnerOptions(num_threads=1)
 
 
-def with_experts(batch: Batch, shape: tuple[int, int], value: int) -> Batch:
-    ids = batch.ragged("input_ids")
-    return batch.with_columns(
-        {"routed_experts": Ragged(np.full((len(ids.values), *shape), value, np.int16), ids.offsets)}
-    )
+def with_experts(batch: Batch, values: np.ndarray) -> Batch:
+    return batch.with_columns({"routed_experts": Ragged(values, batch.ragged("input_ids").offsets)})
 
 
 def test_a_token_outside_the_vocabulary_is_named(tied_policy: Path, make_batch: Callable[..., Batch]):
@@ -38,14 +36,41 @@ def test_a_token_outside_the_vocabulary_is_named(tied_policy: Path, make_batch: 
 
 def test_experts_that_do_not_fit_are_refused(tied_policy: Path, mixture_policy: Path, make_batch: Callable[..., Batch]):
     batch = make_batch((3, 4))
-    mixture = MegatronLearner(mixture_policy, OPTIONS)
 
     with pytest.raises(ShapeError, match="this policy is dense"):
-        MegatronLearner(tied_policy, OPTIONS).logprobs(with_experts(batch, (2, 2), 0))
+        MegatronLearner(tied_policy, OPTIONS).logprobs(with_experts(batch, np.zeros((7, 2, 2), np.int16)))
     with pytest.raises(ShapeError, match=r"must have \[2, 2\] \(layers, top_k\).*found \[2, 3\]"):
-        mixture.logprobs(with_experts(batch, (2, 3), 0))
-    with pytest.raises(ShapeError, match="must be below 4, or -1 where nothing is known; row 0 has 9"):
-        mixture.logprobs(with_experts(batch, (2, 2), 9))
+        MegatronLearner(mixture_policy, OPTIONS).logprobs(with_experts(batch, np.zeros((7, 2, 3), np.int16)))
+
+
+def test_experts_that_no_router_chooses_are_refused(mixture_policy: Path, make_batch: Callable[..., Batch]):
+    learner, batch = MegatronLearner(mixture_policy, OPTIONS), make_batch((3, 4))
+    values = np.full((7, 2, 2), [3, 0], dtype=np.int16)
+    values[2], values[6, 0] = -1, -1  # a token, and a layer of another, of which nothing is known
+    learner.logprobs(with_experts(batch, values))
+    asks = "2 different experts from 0 to 3 .* or -1 throughout"
+
+    for wrong in ([1, 1], [-1, 0], [2, -1], [0, 4], [-2, 1], [-2, -2], [9, 9], [32767, -32768]):
+        values[4, 1] = wrong
+        found = re.escape(f"row 1, token 1, layer 1 has {wrong}")
+        with pytest.raises(ShapeError, match=f"{asks}.*; {found}"):
+            learner.logprobs(with_experts(batch, values))
+    with pytest.raises(ShapeError, match=asks):
+        learner.train_step(with_experts(batch, values), supervised_objective)
+    assert learner.step == 0
+
+
+def test_hostile_columns_of_experts_are_refused(make_batch: Callable[..., Batch]):
+    batch, good = make_batch((3, 4)), np.full((7, 2, 2), [3, 0], dtype=np.int16)
+    for values in (np.full(good.shape, np.nan), good + 0.5, good.astype(int) + 70_000, good > 0, good.astype(object)):
+        with pytest.raises(ShapeError, match="must be an array of int16"):
+            with_experts(batch, values)
+    for offsets in ([0, 4, 7], [0, 7, 7]):
+        with pytest.raises(ShapeError, match=r"row 0 of column 'routed_experts' must be as long as in 'input_ids', 3"):
+            batch.with_columns({"routed_experts": Ragged(good, np.array(offsets))})
+    with pytest.raises(ShapeError, match="must have 2 rows; found 1"):
+        batch.with_columns({"routed_experts": Ragged(good, np.array([0, 7]))})
+    assert with_experts(batch, good.astype(np.float64))["routed_experts"].dtype == np.int16
 
 
 def test_weights_of_tokens_that_do_not_train_are_refused(tied_policy: Path, make_batch: Callable[..., Batch]):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -43,10 +44,17 @@ def test_weights_go_by_the_names_of_the_folder(family_policy: Path):
     assert all(torch.equal(weights[name], tensor) for name, tensor in stored.items())
 
 
-def test_gradients_of_experts_are_those_of_transformers(mixture_policy: Path, make_batch: MakeBatch):
+@pytest.fixture(scope="session", params=["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"])
+def routed_policy(
+    request: pytest.FixtureRequest, policy_writer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return policy_writer(tmp_path_factory.mktemp("routed"), request.param)
+
+
+def test_gradients_of_experts_are_those_of_transformers(routed_policy: Path, make_batch: MakeBatch):
     batch = make_batch((7, 5))
-    learner = TorchLearner(mixture_policy, LearnerOptions())
-    reference = AutoModelForCausalLM.from_pretrained(mixture_policy, trust_remote_code=False)
+    learner = TorchLearner(routed_policy, LearnerOptions())
+    reference = AutoModelForCausalLM.from_pretrained(routed_policy, trust_remote_code=False)
     loss = torch.zeros(())
     for ids, weights in zip(batch.ragged("input_ids"), batch.ragged("loss_weights"), strict=True):
         tokens = torch.from_numpy(ids.astype("int64"))
@@ -61,9 +69,12 @@ def test_gradients_of_experts_are_those_of_transformers(mixture_policy: Path, ma
     assert result.grad_norm == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_a_mixture_goes_on_from_its_checkpoint(mixture_policy: Path, make_batch: MakeBatch, tmp_path: Path):
-    batch, options = make_batch((7, 5)), LearnerOptions(learning_rate=1e-2)
-    learner, resumed = TorchLearner(mixture_policy, options), TorchLearner(mixture_policy, options)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_mixture_goes_on_from_its_checkpoint(
+    dtype: Literal["float32", "bfloat16"], routed_policy: Path, make_batch: MakeBatch, tmp_path: Path
+):
+    batch, options = make_batch((7, 5)), LearnerOptions(learning_rate=1e-2, dtype=dtype)
+    learner, resumed = TorchLearner(routed_policy, options), TorchLearner(routed_policy, options)
     learner.train_step(batch, supervised_objective)
     learner.save(tmp_path / "checkpoint")
 

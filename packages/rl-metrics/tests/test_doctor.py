@@ -149,6 +149,13 @@ def test_settings_of_another_shape_say_nothing(tmp_path):
     assert (facts.cuts, facts.engine_dtype, facts.is_mixture) == (("rollout.top_p = 0.9",), "bfloat16", True)
 
 
+@pytest.mark.parametrize(("unknown", "replays"), [((0.0, 0.004), True), ((0.0, 0.3), False)])
+def test_a_run_that_counts_replayed_experts_is_one_of_a_mixture(tmp_path, unknown, replays):
+    metrics(tmp_path, [{"router/unknown_share": share} for share in unknown])
+    facts = facts_of(open_run(tmp_path))
+    assert (facts.is_mixture, facts.replays) == (True, replays)
+
+
 def metrics(tmp_path, rows):
     write_lines(tmp_path / "metrics.jsonl", [{"step": step, "time": step, **row} for step, row in enumerate(rows, 1)])
     return open_run(tmp_path).history

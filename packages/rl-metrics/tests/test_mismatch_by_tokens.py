@@ -152,6 +152,12 @@ def test_a_mixture_of_experts_is_asked_for():
     assert len(mixture.evidence) == 1
 
 
+def test_a_learner_that_replays_has_the_engines_experts():
+    found = judge(Facts(is_mixture=True, replays=True), swapped=0.05, **SHORT)
+    assert "routing" not in [cause.name for cause in found.causes]
+    assert any("the learner replays the engine's experts" in str(said) for said in found.against)
+
+
 def test_too_few_tokens_are_unknown():
     found = judge(EXACT, steps=1, trajectories=2, tokens=5, wrong=1.0)
     assert isinstance(found, Reading)

@@ -1,22 +1,29 @@
 """The transformers engine: conformance with tied and untied heads, and repeatability bit for bit."""
 
 import asyncio
+import itertools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
-from rl_core.errors import EngineError, NotReadyError
+from rl_core.errors import EngineError, NotReadyError, WeightProofError
+from rl_core.weights import ProofTolerances, TensorTransport, check_receipt
 from rl_core.weights.transports import SharedFileTransport
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
+from rl_rollout.engines.weight_checks import each_expert, tensor_shapes
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.testing import EngineConformance, begin, generate
+from rl_rollout.testing import EngineConformance, UpdateChecks, begin, generate, reference_logprobs
 from rl_rollout.testing.engine_calls import PROMPT, long_request
+from rl_rollout.testing.reference_model import perturbed, token_logprobs
 
 OPTIONS = TransformersOptions(max_model_len=128)
 
@@ -64,6 +71,88 @@ class TestUntiedTransformersEngine(EngineConformance):
         engine = started(untied_model_dir)
         yield engine
         asyncio.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def mixture_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        mlp_only_layers=[0],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+        eos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    folder = tmp_path_factory.mktemp("mixture")
+    Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def mixture_engine(mixture_dir: Path) -> Iterator[TransformersEngine]:
+    """Its folder has each expert's tensors, as learners publish them; transformers computes with them joined."""
+    engine = started(mixture_dir)
+    yield engine
+    asyncio.run(engine.close())
+
+
+def test_a_mixture_takes_updates_whole_or_not_at_all(mixture_engine: TransformersEngine, mixture_dir: Path) -> None:
+    UpdateChecks().test_an_update_replaces_what_is_served(mixture_engine, mixture_dir)
+    UpdateChecks().test_a_refused_update_changes_nothing(mixture_engine, mixture_dir)
+
+
+def test_a_stale_expert_is_named(
+    mixture_engine: TransformersEngine, mixture_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when what is written to were a copy of what is served."""
+    name, calls = "model.layers.1.mlp.experts.2.up_proj.weight", itertools.count()
+
+    def first_a_copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        apart = each_expert(tensors)
+        return apart if next(calls) else {**apart, name: apart[name].clone()}
+
+    monkeypatch.setattr("rl_rollout.engines.transformers_stepper.each_expert", first_a_copy)
+    tensors = perturbed(load(mixture_dir), scale=0.05)
+    update, receipt = asyncio.run(UpdateChecks().publish(mixture_engine, tensors, version=1))
+    with pytest.raises(WeightProofError, match="serves something else") as raised:
+        check_receipt(update, receipt, tolerances=ProofTolerances())
+    assert raised.value.tensor == name
+
+
+def test_joined_experts_are_known_one_by_one(mixture_dir: Path, tmp_path: Path) -> None:
+    apart = load(mixture_dir)
+    names = [f"model.layers.1.mlp.experts.{{}}.{kind}_proj.weight" for kind in ("gate", "up", "down")]
+    gates, ups, downs = ([apart.pop(name.format(index)) for index in range(4)] for name in names)
+    joined = {"gate_up_proj": torch.cat([torch.stack(gates), torch.stack(ups)], 1), "down_proj": torch.stack(downs)}
+    apart.update({f"model.layers.1.mlp.experts.{kind}": tensor for kind, tensor in joined.items()})
+    save_file(apart, tmp_path / "m.safetensors")
+    shutil.copy(mixture_dir / "config.json", tmp_path)
+    assert tensor_shapes(tmp_path) == tensor_shapes(mixture_dir)
+    assert torch.equal(each_expert(load_file(tmp_path / "m.safetensors"))[names[1].format(2)], ups[2])
+
+
+def test_the_reference_takes_all_tensors_and_no_other(mixture_dir: Path) -> None:
+    tensors, sequence = load(mixture_dir), np.arange(2, 9, dtype=np.int32)
+    name = "model.layers.1.mlp.experts.1.down_proj.weight"
+    plain = reference_logprobs(mixture_dir, sequence)
+    assert np.array_equal(reference_logprobs(mixture_dir, sequence, tensors=tensors), plain)
+    changed = reference_logprobs(mixture_dir, sequence, tensors={**tensors, name: -tensors[name]})
+    assert np.abs(changed - plain).max() > 1e-3
+    for wrong in ({**tensors, "model.layers.1.mlp.experts.9.down_proj.weight": tensors[name]}, {name: tensors[name]}):
+        with pytest.raises(AssertionError, match=r"model\.layers\.1\.mlp.*not both of the model and given"):
+            reference_logprobs(mixture_dir, sequence, tensors=wrong)
 
 
 def test_the_same_requests_give_the_same_bits(tied_model_dir: Path) -> None:
@@ -120,10 +209,52 @@ def test_an_update_counts_as_a_restart_of_what_runs(engine: TransformersEngine, 
 
 
 def load(model_dir: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     tensors: dict[str, torch.Tensor] = load_file(model_dir / "model.safetensors")
     return tensors
+
+
+TINY = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes"),
+    [
+        ("Qwen3MoeForCausalLM", {"num_experts": 4}),
+        ("Glm4MoeForCausalLM", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "attention_bias": True}),
+    ],
+)
+def test_mixtures_take_updates_of_single_experts(architecture: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model_class = getattr(transformers, architecture)
+    model_class(model_class.config_class(**TINY, **sizes)).float().save_pretrained(tmp_path / "old")
+    tensors = perturbed(load(tmp_path / "old"), scale=0.05)
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    save_file(tensors, tmp_path / "new" / "model.safetensors", metadata={"format": "pt"})
+    sequence = np.arange(2, 30, dtype=np.int32)
+    engine = started(tmp_path / "old", TransformersOptions())
+    before = asyncio.run(engine.score([sequence]))[0]
+    update = TensorTransport().pack(tensors, version=1, tied={})
+
+    receipt = asyncio.run(engine.update_weights(update))
+
+    assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-6
+    after = asyncio.run(engine.score([sequence]))[0]
+    expected = token_logprobs(reference_logprobs(tmp_path / "new", sequence), sequence)
+    np.testing.assert_allclose(after[1:], expected, atol=1e-5)
+    assert np.abs(after - before).max() > 1e-2
+    asyncio.run(engine.close())
 
 
 def test_closing_fails_who_waits_and_may_be_repeated(tied_model_dir: Path) -> None:

@@ -1,18 +1,26 @@
 """The experts that vLLM tells of a mixture, against those that transformers chooses for the same tokens."""
 
 import asyncio
+import os
+import shutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_core.data import ExpertArray, IntArray, Prompt
+from rl_core.errors import DataError
+from rl_core.weights import ProofTolerances, SharedFileTransport, check_receipt
+from rl_rollout.audit import RecordingEngine, audit_session
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
@@ -21,7 +29,7 @@ from rl_rollout.loops.conversation import Conversation, TurnLimits
 from rl_rollout.loops.protocol import LoopContext
 from rl_rollout.rewards.scorer import RewardScorer
 from rl_rollout.testing import joined, refuses
-from rl_rollout.testing.reference_model import write_tiny_tokenizer
+from rl_rollout.testing.reference_model import perturbed, write_tiny_tokenizer
 
 MIXTURES = (0, 2)
 """Layers of the model that are mixtures; layer 1 is dense."""
@@ -33,6 +41,7 @@ OPTIONS = VLLMOptions(
     kv_cache_gib=0.0032,  # 68 blocks of 32 tokens: samples are preempted as they grow
     num_threads=1,
 )
+ONE_THREAD = EnginePlacement(environment={"OMP_NUM_THREADS": "1"})
 
 
 class Reference:
@@ -52,16 +61,30 @@ class Reference:
         chosen = best.indices[..., :-1].sort(-1).values
         return chosen.unflatten(0, rows.shape).numpy(), is_clear.unflatten(0, rows.shape).numpy()
 
-    def check(self, sequences: Sequence[IntArray], told: Sequence[ExpertArray | None], *, start: int = 0) -> None:
-        """Every row from start on is what these weights choose, but the last, which is not known."""
-        for sequence, experts, chosen, is_clear in zip(sequences, told, *self.choose(sequences), strict=True):
+    def check(
+        self,
+        sequences: Sequence[IntArray],
+        told: Sequence[ExpertArray | None],
+        *,
+        start: int = 0,
+        by_these: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        """Every row from start on is what these weights choose, but the last, which is not known.
+
+        Args:
+            by_these: [T - 1] of each sequence, True where these weights have chosen; None says everywhere.
+        """
+        masks = by_these or [np.ones(len(sequence) - 1, bool) for sequence in sequences]
+        for sequence, experts, mask, chosen, is_clear in zip(
+            sequences, told, masks, *self.choose(sequences), strict=True
+        ):
             assert experts is not None
             assert experts.dtype == np.int16
             assert experts.shape == (len(sequence), 3, TOP_K)
             assert (experts[-1] == -1).all()
             assert (experts[:, 1] == -1).all()
-            rows = slice(start, len(sequence) - 1)
-            is_same = (np.sort(experts[rows, MIXTURES], -1) == chosen[rows]).all(-1)
+            rows = start + np.flatnonzero(mask[start:])
+            is_same = (np.sort(experts[rows][:, MIXTURES], -1) == chosen[rows]).all(-1)
             wrong = ~is_same & is_clear[rows]
             assert not wrong.any(), f"{wrong.sum()} of {wrong.size} are wrong, the first {np.argwhere(wrong)[0]}"
             self.num_rows += is_same.size
@@ -124,7 +147,7 @@ async def ask(engine: RolloutEngine, requests: Sequence[GenerateRequest]) -> lis
 
 
 def test_prompts_in_pieces_shared_and_cached(engine: VLLMEngine, reference: Reference) -> None:
-    requests = [request_of(n, n, num_samples=6) for n in (1, 2, 31, 32, 33, 34, 63, 64, 65, 100, 129)]
+    requests = [request_of(n, n, num_samples=10) for n in (1, 2, 31, 32, 33, 34, 63, 64, 65, 100, 129)]
     for _ in range(2):  # the second time whole blocks come from the prefix cache
         reference.check_all(requests, asyncio.run(ask(engine, requests)))
 
@@ -158,7 +181,8 @@ def conversation(engine: RolloutEngine, request: GenerateRequest, **limits: obje
 
 
 def test_turns_are_joined(engine: VLLMEngine, reference: Reference) -> None:
-    talk = conversation(engine, request_of(400, 37, max_tokens=100), max_turn_tokens=14)
+    recording = RecordingEngine(engine)
+    talk = conversation(recording.as_engine, request_of(400, 37, max_tokens=100), max_turn_tokens=14)
     told: list[Generation] = []
 
     async def converse() -> None:
@@ -173,12 +197,17 @@ def test_turns_are_joined(engine: VLLMEngine, reference: Reference) -> None:
     assert trajectory.routed_experts is not None
     assert (trajectory.routed_experts[end - 1 :] == -1).all()  # the last turn's last token, and what nobody continued
     reference.check([trajectory.input_ids[:end]], [trajectory.routed_experts[:end]])
+    audit_session(talk.trajectories, recording.spans)
+    swapped = trajectory.routed_experts.copy()
+    swapped[[40, 60]] = swapped[[60, 40]]
+    with pytest.raises(DataError, match=r"p/0/0: token 40 .* in layer 0, but the engine used"):
+        audit_session([replace(trajectory, routed_experts=swapped)], recording.spans)
 
 
 def test_turns_that_go_on_in_another_trajectory_have_its_context(engine: VLLMEngine, reference: Reference) -> None:
-    talk = conversation(
-        engine, request_of(500, 20, max_tokens=60), max_turn_tokens=14, on_context_full="new_trajectory"
-    )
+    recording = RecordingEngine(engine)
+    request = request_of(500, 20, max_tokens=60)
+    talk = conversation(recording.as_engine, request, max_turn_tokens=14, on_context_full="new_trajectory")
 
     async def converse() -> None:
         for turn in range(5):
@@ -192,6 +221,7 @@ def test_turns_that_go_on_in_another_trajectory_have_its_context(engine: VLLMEng
         end = int(np.flatnonzero(trajectory.loss_mask)[-1]) + 1
         assert trajectory.routed_experts is not None
         reference.check([trajectory.input_ids[:end]], [trajectory.routed_experts[:end]])
+    audit_session(talk.trajectories, recording.spans)
 
 
 async def midway(engine: VLLMEngine, request: GenerateRequest) -> "asyncio.Future[list[Generation]]":
@@ -279,41 +309,92 @@ def test_a_model_that_forgets_tokens_is_refused_with_what_to_set(engine: VLLMEng
 
 def test_enough_rows_were_looked_at(reference: Reference) -> None:
     """The module's last but the slow ones."""
-    assert reference.num_rows > 10_000
+    assert reference.num_rows > 20_000 * len(MIXTURES)
     assert reference.num_exempt < 20
 
 
+MIXES = {
+    "as above": {},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "room for four samples": {"kv_cache_gib": 0.0016},
+    "steps of 16 tokens": {"max_num_batched_tokens": 16, "max_num_seqs": 4},
+}
+
+
 @pytest.mark.soak
-def test_any_mix_of_requests_resets_and_aborts(engine: VLLMEngine, reference: Reference, seed: int) -> None:
-    rng, before = np.random.default_rng(seed), reference.num_rows
+@pytest.mark.parametrize("changed", MIXES.values(), ids=MIXES)
+def test_any_mix_of_requests_updates_resets_and_aborts(
+    changed: dict[str, Any], mixture_dir: Path, tmp_path: Path, seed: int
+) -> None:
+    """Partial responses go on after others have taken their blocks; each row is by the weights that sampled with it."""
+    rng, transport = np.random.default_rng(seed), SharedFileTransport()
+    weights = load_file(mixture_dir / "model.safetensors")
+    both = [weights, perturbed(weights, scale=0.05)]
+    shutil.copytree(mixture_dir, tmp_path / "new")
+    save_file(both[1], tmp_path / "new" / "model.safetensors", metadata={"format": "pt"})
+    references = [Reference(mixture_dir), Reference(tmp_path / "new")]
+    engine = ProcessEngine("vllm", mixture_dir, replace(OPTIONS, **changed), host=ONE_THREAD)
+    version = 0
 
-    async def mix() -> None:
-        for number in range(30):
-            lengths = rng.integers(1, 150, 5).tolist()
-            requests = [
-                request_of(
-                    1000 * number + index if rng.random() < 0.7 else index,  # some come back
-                    length,
-                    num_samples=int(rng.integers(1, 12)),
-                    max_tokens=int(rng.integers(1, 160 - length)),
-                )
-                for index, length in enumerate(lengths)
-            ]
-            running = asyncio.ensure_future(ask(engine, requests))
-            for _ in range(rng.integers(0, 4)):
-                await engine.generate(request_of(1, 3, max_tokens=int(rng.integers(1, 20))))
-                if rng.random() < 0.3:
-                    await engine.reset_prefix_cache()
-                if rng.random() < 0.3:
-                    await engine.abort([requests[rng.integers(5)].request_id or ""])
-            groups = await running
-            early = [sample.routed_experts for group in groups for sample in group if not len(sample.token_ids)]
-            assert all(told is None or (told == -1).all() for told in early)  # aborted before their first token
-            begun = [[sample for sample in group if len(sample.token_ids)] for group in groups]
-            reference.check_all(*zip(*(pair for pair in zip(requests, begun, strict=True) if pair[1]), strict=True))
+    def check(requests: Sequence[GenerateRequest], groups: Sequence[Sequence[Generation]]) -> None:
+        pairs = [(request, sample) for request, group in zip(requests, groups, strict=True) for sample in group]
+        early = [sample.routed_experts for _, sample in pairs if not len(sample.token_ids)]
+        assert all(told is None or (told == -1).all() for told in early)  # aborted before their first token
+        begun = [(request, sample) for request, sample in pairs if len(sample.token_ids)]
+        sequences = [joined(request.input_ids, sample) for request, sample in begun]
+        of_rows = [np.pad(one.policy_versions, (len(request.input_ids) - 1, 0), "edge") for request, one in begun]
+        for parity, reference in enumerate(references if begun else ()):
+            by_these = [of % 2 == parity for of in of_rows]
+            reference.check(sequences, [sample.routed_experts for _, sample in begun], by_these=by_these)
 
-    asyncio.run(mix())
-    assert reference.num_rows - before > 20_000 * len(MIXTURES)
+    async def disturb(requests: Sequence[GenerateRequest]) -> None:
+        nonlocal version
+        await engine.generate(request_of(1, 3, max_tokens=int(rng.integers(1, 20))))
+        what = rng.random()
+        if what < 0.3:
+            version += 1
+            update = transport.pack(both[version % 2], version=version, tied={})
+            check_receipt(update, await engine.update_weights(update), tolerances=ProofTolerances())
+        elif what < 0.5:
+            await engine.reset_prefix_cache()
+        elif what < 0.9:
+            await engine.abort([requests[rng.integers(5)].request_id or ""])
+
+    async def mix(number: int) -> None:
+        requests = [
+            request_of(
+                1000 * number + index if rng.random() < 0.7 else index,  # some come back
+                length,
+                num_samples=int(rng.integers(1, 12)),
+                max_tokens=int(rng.integers(1, 160 - length)),
+            )
+            for index, length in enumerate(rng.integers(1, 150, 5).tolist())
+        ]
+        running = asyncio.ensure_future(ask(engine, requests))
+        for _ in range(rng.integers(0, 4)):
+            await disturb(requests)
+        groups = await running
+        check(requests, groups)
+        partial = [
+            GenerateRequest(input_ids=joined(request.input_ids, one), sampling=SamplingParams(max_tokens=5))
+            for request, group in zip(requests, groups, strict=True)
+            for one in group
+            if one.finish_reason == "abort" and len(request.input_ids) + len(one.token_ids) < 155
+        ]
+        await engine.generate(request_of(2000 + number, 140, num_samples=4, max_tokens=10))
+        check(partial, await ask(engine, partial))
+
+    async def all_rounds() -> None:
+        await engine.start()
+        try:
+            for number in range(20):
+                await mix(number)
+        finally:
+            await engine.close()
+
+    asyncio.run(all_rounds())
+    transport.close()
+    assert sum(reference.num_rows for reference in references) > 20_000 * len(MIXTURES)
 
 
 @pytest.mark.soak
@@ -321,7 +402,7 @@ def test_two_ranks_of_a_replica_in_a_process_tell_them_too(mixture_dir: Path, re
     options = VLLMOptions(
         tensor_parallel_size=2, max_model_len=160, max_num_seqs=64, max_num_batched_tokens=64, kv_cache_gib=0.01
     )
-    replica = ProcessEngine("vllm", mixture_dir, options, host=EnginePlacement(environment={"OMP_NUM_THREADS": "1"}))
+    replica = ProcessEngine("vllm", mixture_dir, options, host=ONE_THREAD)
     requests = [request_of(n, n, num_samples=6) for n in (3, 32, 65, 129)]
 
     async def from_process() -> list[list[Generation]]:
@@ -333,3 +414,28 @@ def test_two_ranks_of_a_replica_in_a_process_tell_them_too(mixture_dir: Path, re
             await engine.close()
 
     reference.check_all(requests, asyncio.run(from_process()))
+
+
+@pytest.mark.soak
+def test_what_a_killed_replica_owed_is_told_by_another(mixture_dir: Path, reference: Reference) -> None:
+    host = replace(ONE_THREAD, max_restarts=1)
+    replicas = [ProcessEngine("vllm", mixture_dir, OPTIONS, host=host, index=index) for index in (0, 1)]
+    requests = [request_of(n, n, num_samples=8, max_tokens=90) for n in (3, 32, 65, 33, 20, 64)]
+
+    async def from_replicas() -> list[list[Generation]]:
+        engine = ReplicatedEngine(replicas)
+        await engine.start()
+        try:
+            await engine.generate(request_of(1, 3, num_samples=4))
+            running = [asyncio.ensure_future(engine.generate(one)) for one in requests]
+            await asyncio.sleep(0)
+            os.kill(replicas[0].pid, signal.SIGKILL)
+            groups = list(await asyncio.gather(*running))
+            async with asyncio.timeout(120):
+                while engine.num_serving < 2:
+                    await asyncio.sleep(0.05)
+            return [*groups, *await ask(replicas[0], requests[:2])]  # the restarted one tells them too
+        finally:
+            await engine.close()
+
+    reference.check_all([*requests, *requests[:2]], asyncio.run(from_replicas()))

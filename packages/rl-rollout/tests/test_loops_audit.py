@@ -19,8 +19,9 @@ from rl_rollout import (
     SingleTurnLoop,
     quick,
 )
-from rl_rollout.audit import RecordingEngine, SampledSpan, audit_session, audit_trajectory
+from rl_rollout.audit import RecordingEngine, SampledSpan, audit_experts, audit_session, audit_trajectory
 from rl_rollout.engines.scripted import ScriptedEngine
+from rl_rollout.loops.outcomes import join_experts
 
 
 def ids(*values):
@@ -267,6 +268,99 @@ def test_each_token_trains_in_one_trajectory_of_its_session(session, data):
     parts[(turns[trained.tolist().index(doubled)] + data.draw(st.integers(1, 2))) % 3].append(doubled)
     with pytest.raises(DataError, match=rf"token {doubled} .* of its session too, but was sampled once"):
         audit_session([training(part, index) for index, part in enumerate(parts)], spans)
+
+
+NUM_LAYERS, TOP_K = 3, 2
+
+
+def with_experts(given, seed):
+    """As an engine tells them: a row for each token but the last, all different; layer 1 is dense."""
+    num_tokens = len(given.input_ids) + len(given.token_ids)
+    rows = 1000 * seed + np.arange(num_tokens * NUM_LAYERS * TOP_K).reshape(num_tokens, NUM_LAYERS, TOP_K)
+    rows[:, 1] = rows[-1] = -1
+    return replace(given, routed_experts=rows.astype(np.int16))
+
+
+@st.composite
+def routed_sessions(draw):
+    """As `sessions`; the trajectory may mask some turns, and other sessions begin alike."""
+    trajectory, spans = draw(sessions())
+    spans = [with_experts(one, seed) for seed, one in enumerate(spans)]
+    told = join_experts([one.routed_experts for one in spans], len(trajectory.input_ids))
+    first, *_ = spans
+    others = [
+        with_experts(span(first.input_ids.tolist(), [*first.token_ids[:kept].tolist(), 9], [-1.0] * (kept + 1), 3), 9)
+        for kept in range(draw(st.integers(0, len(first.token_ids))))
+    ]
+    return replace(trajectory, routed_experts=told), draw(st.permutations([*spans, *others]))
+
+
+@given(routed_sessions())
+def test_the_experts_of_every_sampled_session_pass(session):
+    audit_session([session[0]], session[1])
+
+
+def other_rows(data, trajectory):
+    """The trajectory's experts, changed before its last trained token."""
+    experts, num_rows = trajectory.routed_experts.copy(), int(np.flatnonzero(trajectory.loss_mask)[-1])
+    row, layer = data.draw(st.integers(0, num_rows - 1)), data.draw(st.sampled_from([0, 2]))
+    kind = data.draw(st.sampled_from(["one", "order", "dropped", "swapped", "shifted", "dense"]))
+    if kind == "one":
+        experts[row, layer, data.draw(st.integers(0, TOP_K - 1))] += data.draw(st.sampled_from([-1, 1, 5]))
+    elif kind == "order":
+        experts[row, layer] = experts[row, layer, ::-1]
+    elif kind == "dropped":
+        experts[row] = -1
+    elif kind == "swapped":
+        other = data.draw(st.integers(0, num_rows).filter(lambda index: index != row))
+        experts[[row, other]] = experts[[other, row]]
+    elif kind == "shifted":
+        experts[row + 1 :] = experts[row:-1]
+        experts[row] = -1
+    else:
+        experts[row, 1] = 0
+    return experts, row if kind not in ("swapped",) else None
+
+
+@given(routed_sessions(), st.data())
+def test_experts_that_are_not_those_of_the_engine_are_found(session, data):
+    trajectory, spans = session
+    experts, row = other_rows(data, trajectory)
+    with pytest.raises(
+        DataError, match=rf"p/\d/0: token {'' if row is None else row}.* in layer [012], but the engine"
+    ):
+        audit_session([replace(trajectory, routed_experts=experts)], spans)
+
+
+def test_the_row_of_a_sampled_token_is_that_of_its_request():
+    first, second = (with_experts(one, seed) for seed, one in enumerate(SPANS))
+    told = join_experts([first.routed_experts, second.routed_experts], 8)
+    audit_experts(replace(TRAJECTORY, routed_experts=told), [second, first])
+    again = told.copy()
+    again[2] = second.routed_experts[2]  # computed again for the second turn
+    with pytest.raises(
+        DataError, match=r"p/0/0: token 2 \(5\) has experts \[1012, 1013\] in layer 0.* used \[12, 13\]"
+    ):
+        audit_experts(replace(TRAJECTORY, routed_experts=again), [first, second])
+    unread = told.copy()
+    unread[7] = 5
+    audit_experts(replace(TRAJECTORY, routed_experts=unread), [first, second])
+    masked = masked_before(TRAJECTORY, 6)  # this trajectory trains the second turn alone
+    for experts in (told, again):
+        audit_experts(replace(masked, routed_experts=experts), [first, second])
+
+
+def test_experts_that_nobody_told_are_found():
+    routed = [with_experts(one, seed) for seed, one in enumerate(SPANS)]
+    made_up = np.zeros((8, NUM_LAYERS, TOP_K), np.int16)
+    audit_experts(replace(TRAJECTORY, routed_experts=made_up - 1), SPANS)
+    for experts, spans, message in (
+        (made_up, SPANS, r"token 0 .* has experts \[0, 0\] in layer 0, .* used \[-1, -1\]"),
+        (None, routed, r"token 0 .* has experts \[-1, -1\] in layer 0, .* used \[0, 1\]"),
+        (made_up[:, :2], routed, r"has \[2, 2\] \(layers, top_k\) for each token; the engine told \[3, 2\]"),
+    ):
+        with pytest.raises(DataError, match=message):
+            audit_experts(replace(TRAJECTORY, routed_experts=experts), spans)
 
 
 class Tampering(SingleTurnLoop):

@@ -34,6 +34,7 @@ from rl_trainer_parts.reporting.step_metrics import (
     summarize_step,
 )
 from rl_trainer_parts.rollouts.answers import answers_of
+from rl_trainer_parts.rollouts.engines import replays
 from rl_trainer_parts.rollouts.setup import put_trajectories, sampling_params
 from rl_trainer_parts.rollouts.skip_cache import record_replay
 
@@ -246,12 +247,25 @@ async def publish(parts: Parts, version: int, recorder: Recorder | None = None) 
 
 async def _publish_once(parts: Parts, version: int) -> PublishReport:
     """From the learner's tensors on: export, pack, update, proof; the learner makes room for an engine that wakes."""
-    policy, canary = parts.learners.policy, parts.learners.canary(canary_sequences(parts.settings, parts.inputs.train))
-    update = parts.transport.pack(policy.export_weights(), version=version, tied=policy.tied)
+    settings, learners, tolerances = parts.settings, parts.learners, proof_tolerances(parts.settings)
+    sequences = canary_sequences(settings, parts.inputs.train)
+    canary = learners.canary(sequences, replays=replays(settings))
+    update = parts.transport.pack(learners.policy.export_weights(), version=version, tied=learners.policy.tied)
+    await _wake_engine(parts)
+    report = await publish_to(parts.engine, update, canary=canary, tolerances=tolerances)
+    if not report.canary_scores:
+        return report
+    if settings.trainer.offload:  # the learner is needed once more
+        await rest_engine(parts)
+    report = learners.proven(canary, report, tolerances=tolerances)
+    await _wake_engine(parts)
+    return report
+
+
+async def _wake_engine(parts: Parts) -> None:
     if parts.settings.trainer.offload:
         parts.learners.offload()
     await parts.engine.wake()
-    return await publish_to(parts.engine, update, canary=canary, tolerances=proof_tolerances(parts.settings))
 
 
 async def rest_engine(parts: Parts) -> None:

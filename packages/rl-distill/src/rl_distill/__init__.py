@@ -5,9 +5,11 @@
 """
 
 from rl_distill.flops import forward_flops
+from rl_distill.model_memory import rank_memory
 from rl_distill.options import LearnerOptions, ParallelOptions
-from rl_distill.parallel_layout import check_layout, check_ranks
+from rl_distill.parallel_layout import check_layout, check_ranks, teacher_layout
 from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill.tensor_shapes import count_parameters
 
 __all__ = [
     "LearnerOptions",
@@ -15,7 +17,10 @@ __all__ = [
     "PolicyConfig",
     "check_layout",
     "check_ranks",
+    "count_parameters",
     "forward_flops",
     "parse_policy_config",
+    "rank_memory",
     "read_policy_config",
+    "teacher_layout",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,14 @@ from rl_core.cluster import RoleReport, RoleView, Wait, process_report
 from rl_core.data import IntArray, Json
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError
 from rl_core.record_fields import settings_record
-from rl_core.weights import Canary, TensorTransport, WeightTransport, WeightUpdate
+from rl_core.weights import (
+    Canary,
+    ProofTolerances,
+    PublishReport,
+    TensorTransport,
+    WeightTransport,
+    WeightUpdate,
+)
 from rl_distill.checkpoints.store import CheckpointStore, Saved
 from rl_distill.learners import Learners
 
@@ -35,7 +43,8 @@ class PackedWeights:
         canary: What must come out.
         step: Steps that the learner had done.
         pack_s: Seconds that it took.
-        is_live: The engines take the learner's own tensors, which must not change until they have them.
+        is_live: The engines take the learner's own tensors, or the canary waits for their experts: the weights must not
+            change until the update is proven.
     """
 
     update: WeightUpdate
@@ -55,6 +64,7 @@ class LearnerHostOptions:
         saves_in_background: Checkpoints are written while training goes on.
         has_ranks: Its ranks have processes of their own.
         ends_with_ranks: The process of the role ends when a rank has died, so that all start again.
+        replays: The policy is a mixture whose experts the engines tell: see `prove`.
     """
 
     task: str = "train"
@@ -62,6 +72,7 @@ class LearnerHostOptions:
     saves_in_background: bool = True
     has_ranks: bool = False
     ends_with_ranks: bool = False
+    replays: bool = False
 
 
 class LearnerHost:
@@ -136,6 +147,14 @@ class LearnerHost:
         """A copy of the policy's tensors by name, and which names are tied to others."""
         return await self._run(self._export)
 
+    async def prove(self, canary: Canary, report: PublishReport, tolerances: ProofTolerances) -> PublishReport:
+        """See `Learners.proven`; the weights must be those that were packed.
+
+        Raises:
+            WeightProofError: A logprob differs by more than the tolerance.
+        """
+        return await self._run(partial(self._started.proven, tolerances=tolerances), canary, report)
+
     async def report(self) -> RoleView:
         """What it does, for `status` and hang diagnosis."""
         doing, waits = self._doing, self.other_waits()
@@ -209,12 +228,12 @@ class LearnerHost:
             learners, transport = self._started, self.transport
             if transport is None:
                 raise NotReadyError("the learner has not been started.")
-            canary = learners.canary(self._canary_sequences)
+            canary = learners.canary(self._canary_sequences, replays=self._options.replays)
             tensors = learners.policy.export_weights()
             if isinstance(transport, TensorTransport):  # the next step must not change what an engine is taking
                 tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
             packed = transport.pack(tensors, version=version, tied=learners.policy.tied)
-        is_live = packed.broadcast is not None
+        is_live = packed.broadcast is not None or canary.logprobs is None
         pack_s = time.perf_counter() - started
         return PackedWeights(update=packed, canary=canary, step=self.step, pack_s=pack_s, is_live=is_live)
 

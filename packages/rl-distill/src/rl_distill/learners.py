@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from rl_core import Batch, Ragged, RowKey
-from rl_core.data import IntArray
+from rl_core.data import ExpertArray, FloatArray, IntArray
 from rl_core.errors import SettingsError
 from rl_core.record_fields import converts_arguments
-from rl_core.weights import Canary
+from rl_core.weights import Canary, ProofTolerances, PublishReport, prove_canary
 from rl_distill.checkpoints.pending_save import saved_together
 from rl_distill.learner import Critic, Learner, PendingSave, Scorer
 from rl_distill.products import chosen_products
@@ -67,11 +69,34 @@ class Learners:
             raise SettingsError(f'distribution = "full" needs a learner that takes teachers; found {self.policy}.')
         load(folders)
 
-    def canary(self, sequences: Sequence[IntArray]) -> Canary:
-        """Fixed sequences with the policy's logprobs of the current weights."""
+    def canary(self, sequences: Sequence[IntArray], *, replays: bool = False) -> Canary:
+        """Fixed sequences with the policy's logprobs of the current weights.
+
+        Args:
+            sequences: Token ids.
+            replays: Leave the logprobs to `proven`, which has the experts of a mixture that an engine used.
+        """
+        nothing = [None] * len(sequences)
+        logprobs = None if replays else self._canary_logprobs(sequences, nothing)
+        return Canary(sequences=list(sequences), logprobs=logprobs)
+
+    def proven(self, canary: Canary, report: PublishReport, *, tolerances: ProofTolerances) -> PublishReport:
+        """The report with what was left to prove of the current weights: see `prove_canary`.
+
+        Raises:
+            WeightProofError: A logprob differs by more than the tolerance.
+        """
+        return prove_canary(canary, report, self._canary_logprobs, tolerances=tolerances)
+
+    def _canary_logprobs(
+        self, sequences: Sequence[IntArray], experts: Sequence[ExpertArray | None]
+    ) -> list[FloatArray]:
         keys = [RowKey(f"canary-{index}", 0, 0) for index in range(len(sequences))]
-        logprobs = self.policy.logprobs(Batch(keys, {"input_ids": Ragged.from_rows(sequences, dtype="int32")}))
-        return Canary(sequences=list(sequences), logprobs=list(logprobs))
+        columns = {"input_ids": Ragged.from_rows(sequences, dtype="int32")}
+        told = [one for one in experts if one is not None]
+        if told:
+            columns["routed_experts"] = Ragged(np.concatenate(told), columns["input_ids"].offsets)
+        return list(self.policy.logprobs(Batch(keys, columns)))
 
     def offload(self) -> None:
         """Free their memory until they are used again."""

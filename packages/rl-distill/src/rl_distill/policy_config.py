@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.files import read_json_object, shown
 from rl_core.record_fields import converts_arguments, settings_record
+from rl_distill.mixture_config import ExpertChoice, MixtureConfig, count, finite, read_mixture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,30 +19,31 @@ class Family:
     """What models of one architecture have in common.
 
     Attributes:
-        has_qkv_bias: True when queries, keys and values have a bias.
-        has_qk_norm: True when queries and keys are normalised, head by head.
-        has_experts: True when layers can be mixtures of experts.
+        has_qkv_bias: True when queries, keys and values have a bias; None where config.json says (attention_bias).
+        has_qk_norm: True when queries and keys are normalised, head by head; None where config.json says (use_qk_norm).
+        experts: How layers that are mixtures choose experts; None where there are none.
         default_head_dim: Size of a head where config.json has none; None for hidden_size / num_attention_heads.
+        default_rotary_factor: Share of a head that is rotated where config.json does not say; None for all, always.
     """
 
-    has_qkv_bias: bool = False
-    has_qk_norm: bool = False
-    has_experts: bool = False
+    has_qkv_bias: bool | None = False
+    has_qk_norm: bool | None = False
+    experts: ExpertChoice | None = None
     default_head_dim: int | None = None
+    default_rotary_factor: float | None = None
 
 
 FAMILIES = {
     "Qwen3ForCausalLM": Family(has_qk_norm=True, default_head_dim=128),
-    "Qwen3MoeForCausalLM": Family(has_qk_norm=True, has_experts=True),
+    "Qwen3MoeForCausalLM": Family(has_qk_norm=True, experts="softmax"),
     "Qwen2ForCausalLM": Family(has_qkv_bias=True),
     "LlamaForCausalLM": Family(),
+    "Glm4MoeForCausalLM": Family(has_qkv_bias=None, has_qk_norm=None, experts="sigmoid", default_rotary_factor=0.5),
 }
-"""Families by the architecture that config.json names; Qwen2ForCausalLM is also Qwen2.5's."""
+"""Families by the architecture that config.json names: Qwen2ForCausalLM is also Qwen2.5's, Glm4Moe GLM-4.5 to 4.7's."""
 
-MAX_COUNT = 1 << 26
-MAX_COUNTS = {"num_hidden_layers": 4096, "max_position_embeddings": 1 << 40}
-MAX_EXPERTS = 1 << 18
-"""Of all layers: each has three tensors, whose names are made before any is looked for."""
+_LATER = ("attention_bias", "use_qk_norm", "rotary_dim", "shared_ffn_hidden_size", "sigmoid")
+"""Fields that the digest leaves out where they are empty: checkpoints were written before there were any."""
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 """Architectures that the learners train."""
@@ -77,25 +78,6 @@ class Llama3RopeScaling:
 
 
 @settings_record
-class MixtureConfig:
-    """The mixtures of experts of a policy.
-
-    Attributes:
-        num_experts: Experts of a layer.
-        top_k: Experts of a token.
-        norm_topk_prob: True when the probabilities of a token's experts are divided by their sum.
-        ffn_hidden_size: Width of an expert.
-        layers: Which layers are mixtures; the others have one feed-forward layer.
-    """
-
-    num_experts: int
-    top_k: int
-    norm_topk_prob: bool
-    ffn_hidden_size: int
-    layers: tuple[int, ...]
-
-
-@settings_record
 class PolicyConfig:
     """Shape of a decoder.
 
@@ -115,6 +97,9 @@ class PolicyConfig:
         is_tied: True when the head is the embedding.
         initializer_range: Standard deviation of random weights.
         mixture: The mixtures of experts; None for a dense policy.
+        attention_bias: True when queries, keys and values have a bias that is not their family's.
+        use_qk_norm: True when queries and keys have norms that are not their family's.
+        rotary_dim: Channels of a head that are rotated, its first; 0 for all.
     """
 
     architecture: str = "Qwen3ForCausalLM"
@@ -132,11 +117,24 @@ class PolicyConfig:
     is_tied: bool
     initializer_range: float
     mixture: MixtureConfig | None = None
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    rotary_dim: int = 0
 
     @property
     def family(self) -> Family:
         """What the architecture implies."""
         return FAMILIES[self.architecture]
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether queries, keys and values have a bias."""
+        return self.family.has_qkv_bias or self.attention_bias
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether queries and keys are normalised, head by head."""
+        return self.family.has_qk_norm or self.use_qk_norm
 
     @property
     def num_experts(self) -> int:
@@ -150,7 +148,12 @@ class PolicyConfig:
     @property
     def digest(self) -> str:
         """Fingerprint of everything that weights must agree with."""
-        fields = {name: value for name, value in asdict(self).items() if name != "initializer_range"}
+
+        def kept(fields: dict[str, Any]) -> dict[str, Any]:
+            said = {name: value for name, value in fields.items() if value or name not in _LATER}
+            return {name: kept(value) if isinstance(value, dict) else value for name, value in said.items()}
+
+        fields = kept({name: value for name, value in asdict(self).items() if name != "initializer_range"})
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -186,7 +189,7 @@ def parse_policy_config(config: Mapping[str, Any]) -> PolicyConfig:
         found = architecture if is_name else shown(architecture)
         raise SettingsError(f"architecture {found} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}.")
     try:
-        _refuse_unsupported(config)
+        _refuse_unsupported(config, FAMILIES[architecture])
         return _policy_config(config, architecture)
     except RLError:
         raise
@@ -198,79 +201,36 @@ def parse_policy_config(config: Mapping[str, Any]) -> PolicyConfig:
 
 def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig:
     family = FAMILIES[architecture]
-    num_heads, hidden_size = _count(config, "num_attention_heads"), _count(config, "hidden_size")
-    groups = _count(config, "num_key_value_heads") if config.get("num_key_value_heads") is not None else num_heads
+    num_heads, hidden_size = count(config, "num_attention_heads"), count(config, "hidden_size")
+    groups = count(config, "num_key_value_heads") if config.get("num_key_value_heads") is not None else num_heads
     if num_heads % groups:
         raise DataError(
             f"num_attention_heads must be divisible by num_key_value_heads; found {num_heads} and {groups}."
         )
     head_dim = family.default_head_dim or hidden_size // num_heads
     if config.get("head_dim"):
-        head_dim = _count(config, "head_dim")
+        head_dim = count(config, "head_dim")
     rope = _rope(config)
     return PolicyConfig(
         architecture=architecture,
-        num_layers=_count(config, "num_hidden_layers"),
+        num_layers=count(config, "num_hidden_layers"),
         hidden_size=hidden_size,
-        ffn_hidden_size=_count(config, "intermediate_size"),
+        ffn_hidden_size=count(config, "intermediate_size"),
         num_heads=num_heads,
         num_key_value_heads=groups,
         head_dim=head_dim,
-        vocab_size=_count(config, "vocab_size"),
-        max_position_embeddings=_count(config, "max_position_embeddings"),
-        norm_eps=_finite(config["rms_norm_eps"]),
-        rope_base=_finite(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        vocab_size=count(config, "vocab_size"),
+        max_position_embeddings=count(config, "max_position_embeddings"),
+        norm_eps=finite(config["rms_norm_eps"]),
+        rope_base=finite(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
         rope_scaling=_rope_scaling(rope),
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        initializer_range=_finite(config.get("initializer_range", 0.02)),
-        mixture=_mixture(config) if family.has_experts else None,
+        initializer_range=finite(config.get("initializer_range", 0.02)),
+        mixture=None if family.experts is None else read_mixture(config, family.experts),
+        attention_bias=family.has_qkv_bias is None and bool(config.get("attention_bias")),
+        use_qk_norm=family.has_qk_norm is None and bool(config.get("use_qk_norm")),
+        rotary_dim=_rotary_dim(config, head_dim, family.default_rotary_factor),
     )
-
-
-def _count(config: Mapping[str, Any], name: str) -> int:
-    value = config[name]
-    most = MAX_COUNTS.get(name, MAX_COUNT)
-    if type(value) is not int:
-        raise TypeError(f"{name} must be a whole number; found {shown(value)}")
-    if not 1 <= value <= most:
-        bound = ">= 1" if value < 1 else f"<= {most}"
-        raise DataError(f"config.json must have {name} {bound}; found {shown(value)}.")
-    return value
-
-
-def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"numbers must be finite; found {number}")
-    return number
-
-
-def _mixture(config: Mapping[str, Any]) -> MixtureConfig | None:
-    # transformers 5 calls num_local_experts what Qwen3's own files call num_experts.
-    name = "num_experts" if "num_experts" in config else "num_local_experts"
-    every = _count(config, "decoder_sparse_step") if config.get("decoder_sparse_step") else 1
-    dense = set(config.get("mlp_only_layers") or ())
-    num_layers = _count(config, "num_hidden_layers")
-    layers = tuple(index for index in range(num_layers) if index not in dense and (index + 1) % every == 0)
-    if not layers or config[name] == 0:
-        return None
-    mixture = MixtureConfig(
-        num_experts=_count(config, name),
-        top_k=_count(config, "num_experts_per_tok"),
-        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
-        ffn_hidden_size=_count(config, "moe_intermediate_size"),
-        layers=layers,
-    )
-    if len(layers) * mixture.num_experts > MAX_EXPERTS:
-        raise DataError(f"config.json must have at most {MAX_EXPERTS} experts in all layers together.")
-    if mixture.top_k > mixture.num_experts:
-        raise DataError(f"num_experts_per_tok must be <= {name} = {mixture.num_experts}; found {mixture.top_k}.")
-    if mixture.top_k == 1 and mixture.norm_topk_prob:
-        raise SettingsError(
-            "norm_topk_prob must be False where num_experts_per_tok is 1: an expert's share would be 1 whatever the "
-            "router says, and the router would never learn."
-        )
-    return mixture
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -279,16 +239,29 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return rope if isinstance(rope, Mapping) else {}
 
 
+def _rotary_dim(config: Mapping[str, Any], head_dim: int, default: float | None) -> int:
+    """Channels of a head that are rotated; 0 for all. transformers 4 has the factor beside rope_theta."""
+    factor = finite(_rope(config).get("partial_rotary_factor") or config.get("partial_rotary_factor") or default or 1)
+    rotary_dim = int(head_dim * factor)
+    if factor != 1 and default is None:
+        raise SettingsError(f"partial_rotary_factor must be 1.0 in this architecture; config.json has {factor}.")
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise DataError(
+            f"partial_rotary_factor must rotate an even part of the {head_dim} channels of a head; found {factor}."
+        )
+    return rotary_dim % head_dim
+
+
 def _rope_scaling(rope: Mapping[str, Any]) -> LinearRopeScaling | Llama3RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "linear":
-        return LinearRopeScaling(factor=_finite(rope["factor"]))
+        return LinearRopeScaling(factor=finite(rope["factor"]))
     if kind == "llama3":
         return Llama3RopeScaling(
-            factor=_finite(rope["factor"]),
-            low_freq_factor=_finite(rope["low_freq_factor"]),
-            high_freq_factor=_finite(rope["high_freq_factor"]),
-            original_max_position_embeddings=_count(rope, "original_max_position_embeddings"),
+            factor=finite(rope["factor"]),
+            low_freq_factor=finite(rope["low_freq_factor"]),
+            high_freq_factor=finite(rope["high_freq_factor"]),
+            original_max_position_embeddings=count(rope, "original_max_position_embeddings"),
         )
     if kind != "default":
         raise SettingsError(
@@ -298,16 +271,15 @@ def _rope_scaling(rope: Mapping[str, Any]) -> LinearRopeScaling | Llama3RopeScal
     return None
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     # json's null is the same as no field.
     layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
     expected: dict[str, tuple[Any, Any]] = {
         "hidden_act": (config.get("hidden_act") or "silu", "silu"),
-        "attention_bias": (bool(config.get("attention_bias")), False),
+        "attention_bias": (bool(config.get("attention_bias")) and family.has_qkv_bias is not None, False),
         "mlp_bias": (bool(config.get("mlp_bias")), False),
         "use_sliding_window": (bool(config.get("use_sliding_window")), False),
         "layer_types": (min(layer_types, default="full_attention"), "full_attention"),
-        "partial_rotary_factor": (float(_rope(config).get("partial_rotary_factor") or 1.0), 1.0),
     }
     for name, (found, wanted) in expected.items():
         if found != wanted:

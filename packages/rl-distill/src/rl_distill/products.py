@@ -84,10 +84,22 @@ def _seconds(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) 
     return time.thread_time() - start
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    if a.dtype == torch.float32 and a.shape[0] * a.shape[1] * b.shape[1] >= _MIN_OPERATIONS:
-        return _onednn(a, b)
-    return torch.mm(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
+def _is_large(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == torch.float32 and a.shape[0] * a.shape[1] * b.shape[1] >= _MIN_OPERATIONS
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    return _onednn(a, b) if _is_large(a, b) else _mm_out(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
+
+
+def _mm_out(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    return out.copy_(_onednn(a, b)) if _is_large(a, b) else torch.addmm(out, a, b, beta=0, out=out)
+
+
+def _addmm_(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if beta == alpha == 1 and _is_large(a, b):
+        return total.add_(_onednn(a, b))
+    return torch.addmm(total, a, b, beta=beta, alpha=alpha, out=total)
 
 
 @contextmanager
@@ -104,5 +116,6 @@ def computing_with(products: str) -> Iterator[None]:
         return
     with torch.library._scoped_library("aten", "IMPL") as library:
         with warnings.catch_warnings(action="ignore"):  # torch says once that a kernel is replaced
-            library.impl("mm", _product, "CPU", allow_override=True)
+            for name, product in {"mm": _mm, "mm.out": _mm_out, "addmm_": _addmm_}.items():
+                library.impl(name, product, "CPU", allow_override=True)
         yield

@@ -11,7 +11,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 import transformers
 from torch import Tensor, nn
 
-from rl_distill.policy_config import MixtureConfig, PolicyConfig
+from rl_distill.mixture_config import MixtureConfig
+from rl_distill.policy_config import PolicyConfig
 
 
 class _Expert(nn.Module):
@@ -40,20 +41,29 @@ class _Experts(nn.ModuleList):
         out = torch.zeros_like(hidden)
         for index, expert in enumerate(self):
             tokens, places = torch.where(chosen == index)
-            out = out.index_add(0, tokens, expert(hidden[tokens]) * shares[tokens, places, None])
+            weighted = expert(hidden[tokens]) * shares[tokens, places, None]
+            out = out.index_add(0, tokens, weighted.to(out.dtype))
         return out
 
 
-def reference_model(config_json: Mapping[str, Any], config: PolicyConfig) -> Any:
+def reference_model(config_json: Mapping[str, Any], config: PolicyConfig, *, dtype: torch.dtype) -> Any:
     """transformers' model with random weights, whose parameters are named as the tensors of its folder.
+
+    A router's bias is one of them, float32 and without a gradient.
 
     Args:
         config_json: The content of config.json.
         config: What it says.
+        dtype: Of the parameters.
     """
     model_class = getattr(transformers, config.architecture)
     model = model_class(model_class.config_class(**config_json))
     for index, layer in enumerate(model.model.layers):
         if config.mixture is not None and config.is_mixture(index):
             layer.mlp.experts = _Experts(config.mixture, config.hidden_size, config.initializer_range)
+    model = model.to(dtype)
+    for layer in config.mixture.layers if config.mixture is not None and config.mixture.sigmoid is not None else ():
+        gate = model.model.layers[layer].mlp.gate
+        del gate.e_score_correction_bias
+        gate.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
     return model

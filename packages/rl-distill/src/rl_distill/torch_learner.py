@@ -17,10 +17,10 @@ from rl_core.errors import SettingsError
 from rl_core.record_fields import converts_arguments
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
-    STATE_KINDS,
     finish_checkpoint,
     read_header,
     require_empty,
+    state_shapes,
 )
 from rl_distill.checkpoints.hf_folder import read_policy_tensors
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, write_pieces
@@ -42,6 +42,7 @@ from rl_distill.stepping import (
     parameter_dtype,
 )
 from rl_distill.teacher_heads import read_heads
+from rl_distill.tensor_shapes import is_trained
 
 
 class TorchLearner:
@@ -76,8 +77,8 @@ class TorchLearner:
         self._options = options = replace(options, products=products)
         with torch.random.fork_rng():
             torch.manual_seed(options.seed)
-            model = reference_model(self._source.config_json, self._source.config)
-            self._model: Any = model.to(self._device, dtype)
+            model = reference_model(self._source.config_json, self._source.config, dtype=dtype)
+            self._model: Any = model.to(self._device)
         self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
         if self._source.policy_dir is not None:
             self._copy_weights(read_policy_tensors(self._source.policy_dir, self._source.config, dtype=dtype))
@@ -189,16 +190,17 @@ class TorchLearner:
         """
         check_open(self._is_open)
         step = read_header(directory, config=self._source.config, dtype=self._options.dtype)
-        states = {kind: {name: torch.empty(main.shape) for name, main in self._mains.items()} for kind in STATE_KINDS}
-        pieces = [_piece(f"{kind}/{name}", tensor) for kind, of in states.items() for name, tensor in of.items()]
+        shapes = state_shapes({name: tuple(main.shape) for name, main in self._mains.items()})
+        states = {name: torch.empty(shape) for name, shape in shapes.items()}
         folder = TensorFolder(directory / STATE_FOLDER)
-        folder.check({piece.name: piece.shape for piece in pieces})
-        folder.read(pieces)
-        self._copy_weights(states["weights"])
+        folder.check(shapes)
+        folder.read([_piece(name, tensor) for name, tensor in states.items()])
+        self._copy_weights({name: states[f"weights/{name}"] for name in self._mains})
         for name, main in self._mains.items():
-            main.data.copy_(states["weights"][name])
-            moments = {m: states[m][name].to(self._device) for m in ("exp_avg", "exp_avg_sq")}
-            self._adam.state[main] = {"step": torch.tensor(float(step)), **moments} if step else {}
+            main.data.copy_(states[f"weights/{name}"])
+            if is_trained(name):
+                moments = {m: states[f"{m}/{name}"].to(self._device) for m in ("exp_avg", "exp_avg_sq")}
+                self._adam.state[main] = {"step": torch.tensor(float(step)), **moments} if step else {}
         self.step = step
 
     def offload(self) -> int:
@@ -226,7 +228,8 @@ class TorchLearner:
                 parameter.copy_(weights[name])
 
     def _moments(self, name: str) -> dict[str, Tensor]:
-        return {n: self._adam.state[m].get(name, torch.zeros_like(m).detach()) for n, m in self._mains.items()}
+        mains = {n: main for n, main in self._mains.items() if is_trained(n)}
+        return {n: self._adam.state[m].get(name, torch.zeros_like(m).detach()) for n, m in mains.items()}
 
     def _update(self, grads: list[Tensor], scale: float, learning_rate: float) -> None:
         for group in self._adam.param_groups:

@@ -96,7 +96,7 @@ class RecordingEngine:
 def audit_session(
     trajectories: Sequence[Trajectory], spans: Sequence[SampledSpan], *, group: Sequence[Trajectory] = ()
 ) -> None:
-    """Prove each trajectory of a session, and that the session trains no token twice.
+    """Prove each trajectory of a session with its experts, and that the session trains no token twice.
 
     A session that goes on in several trajectories trains each sampled token in one of them, and masks it in the others.
     Two trajectories may train equal tokens after equal ones only where the engine sampled them that often; sessions
@@ -112,6 +112,7 @@ def audit_session(
     """
     for trajectory in trajectories:
         audit_trajectory(trajectory, spans)
+        audit_experts(trajectory, spans)
     for index, trajectory in enumerate(trajectories[1:], start=1):
         _check_once(trajectory, earlier=trajectories[:index], spans=spans, group=group or trajectories)
 
@@ -140,14 +141,78 @@ def audit_trajectory(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> No
         )
     unproven = mask.copy()
     num_unproven = int(mask.sum())
-    first = trajectory.session_index % len(spans) if spans else 0  # where one request gave a session each, its own
-    for span in (*spans[first:], *spans[:first]):
+    for span in _own_first(trajectory, spans):
         if not num_unproven:
             return
         if _prove(trajectory, span, unproven):
             num_unproven = int(unproven.sum())
     if num_unproven:
         raise DataError(_explanation(trajectory, spans, position=int(np.flatnonzero(unproven)[0])))
+
+
+def audit_experts(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> None:
+    """Prove that the experts of a mixture in a trajectory are those that the engine used.
+
+    The row before a trained token is as a span told that gave this token, with its logprob and version. Other rows, as
+    of a prompt or a tool's reply, are as some span told whose input begins the trajectory. A row that no such span told
+    is -1. Rows from the last trained token on are not read: nothing that trains comes after them.
+
+    Args:
+        trajectory: What a loop gave; its tokens are proven.
+        spans: What the engine gave to the prompt's sessions, in any order.
+
+    Raises:
+        DataError: A row is another one; the message names its trajectory, token and layer.
+    """
+    num_rows = int(np.flatnonzero(trajectory.loss_mask).max(initial=0))
+    told = [(experts, span) for span in _own_first(trajectory, spans) if (experts := span.routed_experts) is not None]
+    given = trajectory.routed_experts
+    if not num_rows or (given is None and not told):
+        return
+    given = np.full((num_rows, *told[0][0].shape[1:]), -1, np.int16) if given is None else given[:num_rows]
+    expected, is_right = np.full_like(given, -1), np.zeros(num_rows, dtype=np.bool_)
+    is_sampled = trajectory.loss_mask[1 : num_rows + 1]  # where a request that gave the next token has the word
+    for _ in range(2):  # once more for rows that no such request told
+        for experts, span in told:
+            _check_shape(trajectory, given, experts)
+            known, sampled = _told(trajectory, span, num_rows)
+            rows = np.flatnonzero(np.where(is_sampled, sampled, known) & ~is_right)
+            first = rows[(expected[rows] < 0).all(axis=(1, 2))]
+            expected[first] = experts[first]
+            is_right[rows] = (given[rows] == experts[rows]).all(axis=(1, 2))
+            if is_right.all():
+                return
+        is_sampled = is_sampled & ~(expected < 0).all(axis=(1, 2))
+    for position, layer in np.argwhere((given != expected).any(axis=2) & ~is_right[:, None])[:1]:
+        raise DataError(
+            f"{_name(trajectory)}: token {position} ({trajectory.input_ids[position]}) has experts "
+            f"{given[position, layer].tolist()} in layer {layer}, but the engine used "
+            f"{expected[position, layer].tolist()} (-1: it told none). Keep each row of Generation.routed_experts at "
+            "its token, and of a token that was computed again the first."
+        )
+
+
+def _own_first(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> Sequence[SampledSpan]:
+    """All spans; where one request gave a session each, the trajectory's own comes first."""
+    first = trajectory.session_index % len(spans) if spans else 0
+    return (*spans[first:], *spans[:first])
+
+
+def _check_shape(trajectory: Trajectory, given: ExpertArray, experts: ExpertArray) -> None:
+    if given.shape[1:] != experts.shape[1:]:
+        raise DataError(
+            f"{_name(trajectory)}: routed_experts has {list(given.shape[1:])} (layers, top_k) for each token; the "
+            f"engine told {list(experts.shape[1:])}."
+        )
+
+
+def _told(trajectory: Trajectory, span: SampledSpan, num_rows: int) -> tuple[BoolArray, BoolArray]:
+    """[num_rows] bool each: the span told the row of a trajectory that its input begins; and gave the next token."""
+    known, unproven = np.zeros(num_rows, dtype=np.bool_), np.ones(len(trajectory.input_ids), dtype=np.bool_)
+    if span.routed_experts is not None and _prove(trajectory, span, unproven):
+        size = min(_agreement(trajectory, span), num_rows)
+        known[:size] = (span.routed_experts[:size] >= 0).any(axis=(1, 2))
+    return known, known & ~unproven[1 : num_rows + 1] & trajectory.loss_mask[1 : num_rows + 1]
 
 
 def _prove(trajectory: Trajectory, span: SampledSpan, unproven: BoolArray) -> bool:

@@ -9,6 +9,7 @@ from rl_async_trainer.messages import StepOrder, TrainedStep, ValidationBatch
 from rl_core.cluster import Role, RoleRestartedError, SupervisedRole
 from rl_core.data import IntArray, Json
 from rl_core.errors import RoleDiedError
+from rl_core.weights import ProofTolerances, PublishReport
 from rl_distill.checkpoints import Saved
 from rl_distill.learner_host import PackedWeights
 from rl_rollout.rollouter import PolicyScores
@@ -88,6 +89,15 @@ class LearnerLink:
         """See `LearnerHost.pack`."""
         packed: PackedWeights = await self._call("pack", version, is_current=is_current)
         return packed
+
+    async def prove(
+        self, packed: PackedWeights, report: PublishReport, tolerances: ProofTolerances, is_current: IsCurrent
+    ) -> PublishReport:
+        """See `LearnerHost.prove`; the report as it is where nothing is left to prove."""
+        if not report.canary_scores:
+            return report
+        proven: PublishReport = await self._call("prove", packed.canary, report, tolerances, is_current=is_current)
+        return proven
 
     async def expect_engines(self, count: int) -> None:
         """See `LearnerHost.expect_engines`; a learner that is started again expects as many."""

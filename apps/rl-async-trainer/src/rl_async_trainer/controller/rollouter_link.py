@@ -23,6 +23,9 @@ class RollouterLink:
 
     When it died, whoever called it waits until it is there again; what it had under way is given back by `on_lost`
     before. What needs weights waits until they were published to it anew.
+
+    Attributes:
+        tolerances: How far an engine may be from the learner.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class RollouterLink:
         self._served = -1
         self._num_engines: int | None = None
         self._engine: str | None = None
+        self.tolerances = proof_tolerances(settings)
 
     @property
     def num_restarts(self) -> int:
@@ -76,7 +80,7 @@ class RollouterLink:
     async def publish(self, packed: PackedWeights) -> PublishReport | None:
         """See `Rollouter.publish`; None where it died meanwhile: then it has no weights."""
         drain = not self._settings.schedule.partial_rollout
-        arguments = packed.update, packed.canary, proof_tolerances(self._settings), drain
+        arguments = packed.update, packed.canary, self.tolerances, drain
         report: PublishReport | None
         incarnation, report = await self._ask("publish", *arguments)
         if report is not None:

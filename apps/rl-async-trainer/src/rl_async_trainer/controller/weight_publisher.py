@@ -50,7 +50,7 @@ class WeightPublisher:
 
     @property
     def is_live(self) -> bool:
-        """True while the engines read the learner's own tensors, which must not change meanwhile."""
+        """True while the learner's weights must not change: engines read them, or the canary needs them."""
         return self._packed is not None and self._packed[0].is_live
 
     def lost(self) -> None:
@@ -134,7 +134,12 @@ class WeightPublisher:
         """Publish; None where the rollouter died meanwhile, or the weights are gone with the learner."""
         try:
             async with asyncio.timeout(self._deadline_s) as limit:
-                return await self._rollouter.publish(packed)
+                report = await self._rollouter.publish(packed)
+                if report is None:
+                    return None
+                return await self._learner.prove(packed, report, self._rollouter.tolerances, is_current)
+        except RoleRestartedError:
+            return None
         except TimeoutError as error:
             if not limit.expired():
                 raise  # an engine's own, which says what it waited for

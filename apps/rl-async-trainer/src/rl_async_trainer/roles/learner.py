@@ -34,6 +34,7 @@ from rl_trainer_parts.reporting.step_metrics import (
     summarize_step,
 )
 from rl_trainer_parts.rollouts.answers import Answer
+from rl_trainer_parts.rollouts.engines import replays
 from rl_trainer_parts.rollouts.setup import TRAIN, make_transport
 from rl_trainer_parts.run.checkpoints import read_run_state
 
@@ -63,6 +64,7 @@ class LearnerHost(BaseLearnerHost):
                 saves_in_background=settings.trainer.background_checkpoints,
                 has_ranks=settings.cluster.kind != "inline",
                 ends_with_ranks=is_apart,
+                replays=replays(settings),
             ),
         )
         self._settings = settings

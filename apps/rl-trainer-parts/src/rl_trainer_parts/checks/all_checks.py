@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from rl_core.errors import CacheError, EngineError, MissingExtraError, SettingsError
-from rl_distill import check_layout, check_ranks, parse_policy_config, read_policy_config
+from rl_distill import check_ranks
 from rl_metrics.health import GUIDE, require_rules, with_thresholds, without
 from rl_rollout import can_score_again, resolve_filter
 from rl_rollout.engines import known_engines, max_positions
@@ -66,23 +66,13 @@ def _refuse(problems: list[str]) -> None:
         raise SettingsError("\n".join(problems))
 
 
-def check_trainable(settings: Settings) -> None:
-    """Refuse a model that the learners do not know, or cannot spread as asked; such a one can only be evaluated.
-
-    Raises:
-        SettingsError: Its architecture is not supported, or the layout does not divide it.
-        DataError: Its config.json lacks something.
-    """
-    check_layout(settings.parallel, parse_policy_config(read_policy_config(settings.policy.path)))
-
-
 AT_LEAST = {
     0: (
         *("run.seed", "prompts.validation_temperature", "trainer.max_skipped_updates", "trainer.validate_every"),
         *("trainer.checkpoint_every", "critic.warmup_steps", "critic.clip_grad", "critic.head_start_steps"),
         *("cluster.cpus_per_rank", "cluster.gpus_per_rank", "replicas.cpus", "replicas.gpus", "replicas.restarts"),
         *("algorithm.kl_coefficient", "metrics.log_val_generations", "metrics.log_rollouts", "metrics.probes"),
-        *("metrics.details_every", "metrics.report_every"),
+        *("metrics.details_every", "metrics.replay_rows", "metrics.report_every"),
     ),
     1: (
         *("rollout.prompts_per_step", "rollout.group_size", "rollout.max_response_tokens", "prompts.max_tokens"),
@@ -227,7 +217,7 @@ def _parallel(settings: Settings) -> Iterator[str]:
     try:
         check_ranks(parallel)
     except SettingsError as error:
-        yield f"parallel: {error}"
+        yield from (f"parallel.{line}" for line in str(error).splitlines())
     if parallel.ranks > 1 and settings.policy.learner != "megatron":
         yield (
             f'parallel.ranks = {parallel.ranks} needs policy.learner = "megatron"; found {settings.policy.learner!r}.'

@@ -7,7 +7,7 @@ from pathlib import Path
 from rl_core import Prompt
 from rl_core.cluster import ResourcePool, Shares, count_room, describe_shares, machine_shares
 from rl_core.errors import DataError, EngineError, SettingsError
-from rl_distill import ParallelOptions, PolicyConfig, check_layout, parse_policy_config, read_policy_config
+from rl_distill import PolicyConfig, check_layout, parse_policy_config, read_policy_config, teacher_layout
 from rl_distill.teacher import ESTIMATORS, TeacherOptions, TeacherRouter, check_same_vocabulary, route_problems
 from rl_rollout.engines import max_positions
 from rl_rollout.prompts import PromptTokenizer
@@ -131,9 +131,9 @@ def teacher_files(settings: Settings) -> Iterator[str]:
         try:
             config = parse_policy_config(read_policy_config(teacher.model))
             if teacher.engine == "megatron":
-                check_layout(ParallelOptions(ranks=teacher.tensor, tensor=teacher.tensor), config)
+                check_layout(teacher_layout(teacher.tensor, config), config)
         except (SettingsError, DataError) as error:
-            yield f"{setting}: {error}"
+            yield from (f"{setting}: {line}" for line in str(error).splitlines())
         else:
             yield from (f"{setting}{problem}" for problem in _vocabulary(settings, config, student))
 

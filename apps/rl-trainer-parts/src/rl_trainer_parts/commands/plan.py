@@ -4,21 +4,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rl_core.cluster import count_room, describe_shares, machine_shares
-from rl_core.files import read_safetensors_header
+from rl_distill import PolicyConfig, count_parameters, parse_policy_config, rank_memory, read_policy_config
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
+from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
-from rl_trainer_parts.rollouts.engines import expert_shape, replica_pool
+from rl_trainer_parts.rollouts.engines import expert_shape, replica_pool, routes_anew, why_not_replayed
 from rl_trainer_parts.settings.schema import Settings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ADAM_BYTES = 8
 EXPERT_BYTES = 2
-GRADIENT_BYTES = 4
-MASTER_BYTES = 4
 GIB = 2**30
 INDENT = " " * 13
 PLACES = {"process": ("a process", "processes"), "ray": ("an actor of Ray", "actors of Ray")}
@@ -66,12 +65,6 @@ def describe_plan(
     return "\n".join([*roles, *_arithmetic(settings, counts), *_memory(settings), *_files(settings)])
 
 
-def count_parameters(folder: Path) -> int:
-    """Parameters in a folder's safetensors files, read from their headers."""
-    headers = map(read_safetensors_header, sorted(folder.glob("*.safetensors")))
-    return sum(math.prod(tensor.shape) for header in headers for tensor in header.values())
-
-
 def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, inline_rank: str) -> Iterator[str]:
     rollout = settings.rollout
     where = inline_engine if rollout.placement == "inline" else _engine_place(settings)
@@ -80,6 +73,7 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
     yield from _ranks(settings, inline_rank)
     yield f"  engine     {rollout.engine}, {settings.engine.dtype}, {where}; loop {rollout.loop}"
     yield from (f"{INDENT}{line}" for line in loop_lines)
+    yield from _replay(settings)
     yield f"{INDENT}a response ends at token {' or '.join(map(str, end_token_ids(settings.policy.path))) or 'none'}"
     yield f"  reward     {settings.reward.label}"
     if settings.algorithm.kl_coefficient:
@@ -88,6 +82,17 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
         start = settings.critic.path or "the policy's layers under a value head of zeros"
         yield f"  critic     {start}; learning rate {settings.critic.learning_rate:g}"
     yield from _teachers(settings)
+
+
+def _replay(settings: Settings) -> Iterator[str]:
+    """Whether the learner of a mixture takes the experts that the engine used."""
+    if expert_shape(settings) is not None:
+        yield f"{INDENT}tells the experts of each token, which the learner replays"
+    elif routes_anew(settings):
+        yield f"{INDENT}a mixture that trains without replay, on other experts than were sampled:"
+        yield f"{INDENT}{why_not_replayed(settings)}"
+        if math.isinf(proof_tolerances(settings).canary):
+            yield f"{INDENT}nor do logprobs prove weight updates, tensors alone do: set trainer.proof_tolerance"
 
 
 def _engine_place(settings: Settings) -> str:
@@ -148,9 +153,10 @@ def _teachers(settings: Settings) -> Iterator[str]:
 def _teacher_memory(settings: Settings) -> Iterator[str]:
     """What the weights of teachers take."""
     for name, teacher in settings.distillation.teachers.items():
-        weights = count_parameters(teacher.model) * BYTES[teacher.dtype] / GIB
+        config = _config(teacher.model)
+        weights = count_parameters(config).total * BYTES[teacher.dtype] / GIB
         cache = f" + {teacher.kv_cache_gib or 1:g} GiB KV cache (on a CPU)" if teacher.engine == "vllm" else ""
-        yield f"  teacher    {name}: {teacher.replicas} x {weights:.2f} GiB weights{cache}"
+        yield f"  teacher    {name}: {teacher.replicas} x {weights:.2f} GiB weights{cache}, for {_parameters(config)}"
 
 
 def _compared(chosen: DistillationOptions) -> str:
@@ -209,23 +215,38 @@ def _sharing(settings: Settings) -> Iterator[str]:
 
 
 def _memory(settings: Settings) -> Iterator[str]:
-    count = count_parameters(settings.policy.path)
-    weight = BYTES[settings.learner.dtype]
-    learner = count * (weight + GRADIENT_BYTES + ADAM_BYTES + (MASTER_BYTES if weight == 2 else 0))
-    critic = learner if needs_critic(settings) else 0
-    reference = count * weight if settings.algorithm.kl_coefficient else 0
-    engine = count * BYTES[settings.engine.dtype]
-    yield f"Memory, without activations, for {count:,} parameters"
-    shared = f", over {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
-    yield f"  learner    {learner / GIB:.2f} GiB (weights, gradients, optimizer){shared}"
-    if critic:
-        yield f"  critic     {critic / GIB:.2f} GiB"
-    if reference:
-        yield f"  reference  {reference / GIB:.2f} GiB"
+    policy, algorithm = _config(settings.policy.path), settings.algorithm
+    engine = count_parameters(policy).total * BYTES[settings.engine.dtype]
+    yield f"Memory, without activations, for {_parameters(policy)}"
+    yield f"  learner    {_on_ranks(settings, policy, 'policy')} (weights, gradients, optimizer)"
+    if needs_critic(settings):
+        critic = _config(settings.critic.path or settings.policy.path)
+        yield f"  critic     {_on_ranks(settings, critic, 'critic')}, like the learner, for {_parameters(critic)}"
+    if algorithm.kl_coefficient:
+        yield f"  reference  {_on_ranks(settings, policy, 'frozen')} (weights)"
     yield from _teacher_memory(settings)
     cache = f" + {settings.engine.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
     yield f"  engine     {engine / GIB:.2f} GiB weights{cache if settings.rollout.engine == 'vllm' else ''}"
     yield from _experts(settings)
+
+
+def _config(folder: Path) -> PolicyConfig:
+    return parse_policy_config(read_policy_config(folder))
+
+
+def _parameters(config: PolicyConfig) -> str:
+    """How many, and of a mixture how many a token uses."""
+    total, active, _ = count_parameters(config)
+    return f"{total:,} parameters{'' if active == total else f', {active:,} of them active'}"
+
+
+def _on_ranks(settings: Settings, config: PolicyConfig, kind: Literal["policy", "critic", "frozen"]) -> str:
+    """What a model takes on the rank that keeps most of it."""
+    parallel = settings.parallel
+    stages = rank_memory(config, parallel, dtype=settings.learner.dtype, kind=kind)
+    which = "each" if len(set(stages)) == 1 else "the fullest"
+    where = f" on {which} of {parallel.ranks} ranks" if parallel.ranks > 1 else ""
+    return f"{max(map(sum, stages)) / GIB:.2f} GiB{where}"
 
 
 def _experts(settings: Settings) -> Iterator[str]:

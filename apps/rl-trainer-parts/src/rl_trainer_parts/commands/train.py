@@ -5,9 +5,10 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from rl_metrics.trackers import ConsoleTracker
-from rl_trainer_parts.checks.all_checks import check_settings, check_trainable
+from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.distillation import check_teachers
 from rl_trainer_parts.checks.engines import check_engines, check_loop
+from rl_trainer_parts.checks.trainable import trainable_problems
 from rl_trainer_parts.commands.command_line import say
 from rl_trainer_parts.commands.plan import PromptCounts
 from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs, what_to_look_at
@@ -43,8 +44,7 @@ def train_checked(
         DataError: A file of the user cannot be used.
     """
     with console.phase("checking settings and files", is_brief=True):
-        check_settings(settings, also_refused)
-        check_trainable(settings)
+        check_settings(settings, [*also_refused, *trainable_problems(settings)])
         inputs = read_inputs(settings)
         check_teachers(settings, inputs.tokenizer, inputs.train)
         loop_lines = check_loop(settings, inputs.tokenizer)

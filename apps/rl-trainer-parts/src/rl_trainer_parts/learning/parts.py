@@ -1,5 +1,6 @@
 """What the learner's side of a step works with, wherever it runs."""
 
+import math
 from dataclasses import dataclass, replace
 
 from rl_core.data import IntArray
@@ -9,6 +10,7 @@ from rl_distill.objectives import AdaptiveKL, DistillationObjective, PolicyObjec
 from rl_distill.skipping import SkippedUpdates
 from rl_rollout.prompts import PromptSet
 from rl_trainer_parts.learning.objective import sampled_logprobs
+from rl_trainer_parts.rollouts.engines import routes_anew
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -58,8 +60,14 @@ def canary_sequences(settings: Settings, prompts: PromptSet) -> list[IntArray]:
 
 
 def proof_tolerances(settings: Settings) -> ProofTolerances:
-    """How far an engine may be from the learner."""
+    """How far an engine may be from the learner.
+
+    A mixture that both compute in float32 nearly always takes the same experts. In a coarser dtype some are others, and
+    where the learner does not replay the engine's, canary logprobs may be off by any amount.
+    """
     is_exact = settings.engine.dtype == settings.learner.dtype == "float32"
     default = ProofTolerances() if is_exact else BFLOAT16_TOLERANCES
-    canary = settings.trainer.proof_tolerance
-    return ProofTolerances(probe=default.probe, canary=default.canary if canary is None else canary)
+    canary = default.canary if settings.trainer.proof_tolerance is None else settings.trainer.proof_tolerance
+    if not is_exact and settings.trainer.proof_tolerance is None and routes_anew(settings):
+        canary = math.inf
+    return ProofTolerances(probe=default.probe, canary=canary)

@@ -7,6 +7,7 @@ from rl_distill.objectives import AdaptiveKL, mean_reference_kl
 from rl_metrics.reductions import Recorder
 from rl_trainer_parts.learning.parts import LearningParts
 from rl_trainer_parts.learning.preparation import prepare_batch
+from rl_trainer_parts.learning.replay import record_replay
 from rl_trainer_parts.learning.updates import update, with_update, without_experts
 
 
@@ -31,6 +32,7 @@ def learn(
         NonFiniteError: Too many updates in a row were not finite.
     """
     kl = parts.kl.restored(kl_state) if kl_state else parts.kl
+    record_replay(parts, rows, recorder, step=step)
     rows = with_late_columns(parts, rows, recorder)
     with recorder.timer("adv"):
         prepared = prepare_batch(parts, rows, recorder, kl_coefficient=kl.coefficient)

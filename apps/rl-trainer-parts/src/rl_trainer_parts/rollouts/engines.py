@@ -117,9 +117,29 @@ def engine_options(settings: Settings) -> Any:
 
 def expert_shape(settings: Settings) -> tuple[int, int] | None:
     """Layers, and experts of a token, that rollouts tell of a mixture for the learner; None where they tell none."""
-    is_told = settings.rollout.engine == "vllm" and settings.engine.capture_experts
-    if not is_told or settings.policy.learner != "megatron" or settings.distillation.texts is not None:
-        return None
+    return _mixture_shape(settings) if settings.distillation.texts is None and replays(settings) else None
+
+
+def replays(settings: Settings) -> bool:
+    """True for a mixture whose learner takes the experts that the engine used."""
+    return not why_not_replayed(settings) and _mixture_shape(settings) is not None
+
+
+def routes_anew(settings: Settings) -> bool:
+    """True for a mixture whose learner does not."""
+    return bool(why_not_replayed(settings)) and _mixture_shape(settings) is not None
+
+
+def why_not_replayed(settings: Settings) -> str:
+    """Why the learner of a mixture would not take the engine's experts, by setting; "" where it does."""
+    if settings.policy.learner != "megatron":
+        return f'policy.learner = "{settings.policy.learner}" cannot replay them; "megatron" can'
+    if settings.rollout.engine != "vllm":
+        return f'rollout.engine = "{settings.rollout.engine}" tells none; "vllm" does'
+    return "" if settings.engine.capture_experts else "engine.capture_experts = false"
+
+
+def _mixture_shape(settings: Settings) -> tuple[int, int] | None:
     try:
         config = parse_policy_config(read_policy_config(settings.policy.path))
     except RLError:  # the checks say what is wrong with it

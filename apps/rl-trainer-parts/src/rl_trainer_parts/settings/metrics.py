@@ -27,6 +27,9 @@ class MetricSettings:
             about at each validation: what it would rather have had there goes to probes.jsonl.
         details_every: Steps between two looks at what costs more to see, the first of which is step 1: distributions of
             rewards, lengths, tokens and times, and each role's memory; 0 makes none.
+        replay_rows: Trajectories of a mixture of experts whose logprobs the learner computes twice in such a step, with
+            the engine's experts and with its own, for `router/k3_kl/*` and `router/logprobs_diff_mean/*`: two forward
+            passes over so many. 0 computes none.
         report: Write report.html at the end of a launch.
         report_every: Also each so many steps, by a process beside the run; 0 writes it at the end alone.
         trace_memory: Also note which lines of code made what is in the trainer's memory; exact, and slow.
@@ -48,6 +51,7 @@ class MetricSettings:
     log_rollout_tokens: int = 8192
     probes: int = 8
     details_every: int = 5
+    replay_rows: int = 16
     report: bool = True
     report_every: int = 50
     trace_memory: bool = False

@@ -10,6 +10,9 @@ FLAGS = ("dry-run", "replay", "resume")
 OF_ASYNC = ("schedule", "roles")
 """Sections that rl-async-trainer has beside those of both trainers."""
 
+OF_ROUTERS = ("aux_loss", "z_loss", "bias_update")
+"""Parts of what Megatron and others call losses of a mixture's router, and updates of its bias."""
+
 MIN_LIKENESS = 0.7
 """Of the last parts of two names, or of two sections."""
 
@@ -49,6 +52,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
         return f" Did you mean --{flags[0]}?"
     if section in OF_ASYNC and not any(one.startswith(f"{section}.") for one in names):
         return f" [{section}] is a section of rl-async-trainer."
+    if any(part in ending for part in OF_ROUTERS):
+        return " The learners add no loss of a mixture's router, and keep its bias as it was loaded: leave it out."
     likeness = {one: _likeness(ending, one.rpartition(".")[2]) for one in names}
     best = max(likeness.values(), default=0.0)
     found = [one for one in names if likeness[one] == best] if best >= MIN_LIKENESS else []

@@ -5,6 +5,7 @@ from rl_core.weights.publish import (
     ProofTolerances,
     PublishReport,
     check_receipt,
+    prove_canary,
     publish_weights,
     retry_proof,
 )
@@ -12,6 +13,7 @@ from rl_core.weights.transports import FOLDER_PREFIX, SHARED_MEMORY, SharedFileT
 from rl_core.weights.update import (
     Broadcast,
     Canary,
+    RoutedScores,
     WeightReceipt,
     WeightReceiver,
     WeightTransport,
@@ -29,6 +31,7 @@ __all__ = [
     "Canary",
     "ProofTolerances",
     "PublishReport",
+    "RoutedScores",
     "SharedFileTransport",
     "TensorTransport",
     "WeightReceipt",
@@ -38,6 +41,7 @@ __all__ = [
     "check_receipt",
     "probe_tensor",
     "probe_vector",
+    "prove_canary",
     "publish_weights",
     "retry_proof",
     "tensor_crc32c",

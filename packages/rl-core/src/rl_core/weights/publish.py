@@ -1,16 +1,18 @@
 """Publish a policy version to engines, and prove that each now serves it."""
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 
-from rl_core.data.records import FloatArray
+from rl_core.data.records import ExpertArray, FloatArray, IntArray
 from rl_core.errors import DataError, NotReadyError, WeightProofError
 from rl_core.record_fields import record, settings_record
-from rl_core.weights.update import Canary, WeightReceipt, WeightReceiver, WeightUpdate
+from rl_core.weights.update import Canary, RoutedScores, WeightReceipt, WeightReceiver, WeightUpdate
 
 Answer = TypeVar("Answer")
 
@@ -21,7 +23,7 @@ class ProofTolerances:
 
     Attributes:
         probe: Largest difference of a probe, as a share of that probe's largest value.
-        canary: Largest difference of a canary logprob, in nats.
+        canary: Largest difference of a canary logprob, in nats; inf compares none.
     """
 
     probe: float = 1e-4
@@ -41,12 +43,13 @@ class PublishReport:
         fingerprint: See `WeightUpdate.fingerprint`.
         num_tensors: Tensors compared, tied ones included.
         probe_max_diff: Largest probe difference, as a share of the probe's largest value.
-        canary_max_diff: Largest canary difference in nats.
+        canary_max_diff: Largest canary difference in nats; 0 where none was compared, also until `prove_canary` does.
         update_s: Seconds until the last engine had taken the weights.
         proof_s: Seconds of the comparison.
         drain_s: Seconds until the last engine had ended what it had before; 0 where requests went on.
         stall_s: Longest time in which an engine drew no token because of the update, drain_s apart. What it computes
             again of requests that go on comes on top.
+        canary_scores: Of each engine, what `prove_canary` has to compare.
     """
 
     version: int
@@ -58,12 +61,15 @@ class PublishReport:
     proof_s: float
     drain_s: float = 0.0
     stall_s: float = 0.0
+    canary_scores: tuple[Sequence[RoutedScores], ...] = ()
 
 
 async def publish_weights(
     update: WeightUpdate, receivers: Sequence[WeightReceiver], *, canary: Canary, tolerances: ProofTolerances
 ) -> PublishReport:
     """Give an update to every engine, and compare what each then serves with what was sent.
+
+    Of a canary without logprobs the report has the engines' scores, for `prove_canary`.
 
     Raises:
         NotReadyError: There is no engine.
@@ -77,8 +83,13 @@ async def publish_weights(
     receipts = await asyncio.gather(*(receiver.update_weights(update) for receiver in receivers))
     updated = time.perf_counter()
     probe_diff = _worst(receipts, lambda receipt: check_receipt(update, receipt, tolerances=tolerances))
-    scores = await asyncio.gather(*(receiver.score(canary.sequences) for receiver in receivers))
-    canary_diff = _worst(scores, lambda score: check_canary(canary, score, tolerances=tolerances))
+    told: Sequence[Sequence[RoutedScores]] = ()
+    canary_diff = 0.0
+    if canary.logprobs is None:
+        told = await asyncio.gather(*(receiver.score_with_experts(canary.sequences) for receiver in receivers))
+    elif math.isfinite(tolerances.canary):
+        scores = await asyncio.gather(*(receiver.score(canary.sequences) for receiver in receivers))
+        canary_diff = _worst(scores, lambda score: check_canary(canary, score, tolerances=tolerances))
     return PublishReport(
         version=update.version,
         fingerprint=update.fingerprint,
@@ -88,7 +99,43 @@ async def publish_weights(
         update_s=updated - started,
         proof_s=time.perf_counter() - updated,
         stall_s=updated - started,
+        canary_scores=tuple(told),
     )
+
+
+def prove_canary(
+    canary: Canary,
+    report: PublishReport,
+    score: Callable[[Sequence[IntArray], Sequence[ExpertArray | None]], Sequence[FloatArray]],
+    *,
+    tolerances: ProofTolerances,
+) -> PublishReport:
+    """Compare each engine's scores of a canary without logprobs with the learner's, which replays its experts.
+
+    A mixture's router decides between nearly equal experts by rounding, so that engine and learner would differ by more
+    than any tolerance that still proves something. The learner must have the weights that were published.
+
+    Args:
+        canary: That was published.
+        report: Of its publication.
+        score: The learner's logprobs of sequences, with the experts that the engine used for each.
+        tolerances: Of the proof.
+
+    Returns:
+        The report with the largest difference; as it is where nothing is left to compare.
+
+    Raises:
+        WeightProofError: A logprob differs by more than the tolerance.
+    """
+
+    def check(told: Sequence[RoutedScores]) -> float:
+        logprobs = score(canary.sequences, [one.routed_experts for one in told])
+        scored = Canary(sequences=canary.sequences, logprobs=logprobs)
+        return check_canary(scored, [one.logprobs for one in told], tolerances=tolerances)
+
+    if not report.canary_scores:
+        return report
+    return replace(report, canary_scores=(), canary_max_diff=_worst(report.canary_scores, check))
 
 
 async def retry_proof(
@@ -132,7 +179,7 @@ def check_receipt(update: WeightUpdate, receipt: WeightReceipt, *, tolerances: P
         if not share <= tolerances.probe:
             found = f"its probe differs by {share:.2g} of its largest value (allowed {tolerances.probe:g})"
             if np.isnan(share):
-                found = "it was read back with other bits than arrived, or holds NaN,"
+                found = "it was read back with other bits than arrived, or its expert computes something else, or NaN,"
             raise WeightProofError(
                 f"tensor {name!r} arrived, but the engine serves something else: {found} at version {update.version}. "
                 "The engine kept an older copy of this tensor, or loaded it wrongly; its rollouts would be off policy "
@@ -155,7 +202,7 @@ def check_canary(canary: Canary, scores: Sequence[FloatArray], *, tolerances: Pr
     if len(scores) != len(canary.sequences):
         raise WeightProofError(f"the engine scored {len(scores)} canary sequences of {len(canary.sequences)}.")
     worst = 0.0
-    for index, (expected, found) in enumerate(zip(canary.logprobs, scores, strict=True)):
+    for index, (expected, found) in enumerate(zip(canary.logprobs or (), scores, strict=True)):
         if expected.shape != found.shape:
             raise WeightProofError(
                 f"the engine gave logprobs of shape {list(found.shape)} for canary sequence {index}; expected "
@@ -184,7 +231,7 @@ def _check_finite(update: WeightUpdate, canary: Canary) -> None:
                 "Go back to the last checkpoint; a lower learning rate or clip_grad may keep it from happening again.",
                 tensor=name,
             )
-    for index, logprobs in enumerate(canary.logprobs):
+    for index, logprobs in enumerate(canary.logprobs or ()):
         if not np.isfinite(logprobs).all():
             raise WeightProofError(
                 f"the learner's own logprobs of canary sequence {index} are not finite at version {update.version}, "

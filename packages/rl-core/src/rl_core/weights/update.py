@@ -15,7 +15,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from rl_core.data.records import FloatArray, IntArray
+from rl_core.data.records import ExpertArray, FloatArray, IntArray
 from rl_core.errors import ShapeError
 from rl_core.files.checksums import checksum
 from rl_core.record_fields import record
@@ -103,7 +103,7 @@ class WeightReceipt:
         version: The version that it now serves.
         arrived: crc32c of each tensor as it arrived, by Hugging Face name.
         live: Probe of each tensor as the engine now serves it, tied names included; NaN where it read the tensor back
-            and found other bits than arrived.
+            and found other bits than arrived, or where the expert that has it computes something else.
     """
 
     version: int
@@ -117,25 +117,40 @@ class Canary:
 
     Attributes:
         sequences: Token ids, each [T] int32 with T >= 2.
-        logprobs: The learner's logprobs of the tokens, each [T], position 0 is 0.
+        logprobs: The learner's logprobs of the tokens, each [T], position 0 is 0; None of a mixture that replays,
+            since the learner needs the experts that an engine used: see `prove_canary`.
     """
 
     sequences: Sequence[IntArray]
-    logprobs: Sequence[FloatArray]
+    logprobs: Sequence[FloatArray] | None
 
     def __post_init__(self) -> None:
         """Check that there is something to compare, and that the two lists are aligned."""
-        if not self.sequences or len(self.sequences) != len(self.logprobs):
+        rows = self.sequences if self.logprobs is None else self.logprobs
+        if not self.sequences or len(self.sequences) != len(rows):
             raise ShapeError(
                 "a canary needs at least one sequence, and logprobs for each; found "
-                f"{len(self.sequences)} sequences and {len(self.logprobs)} rows of logprobs."
+                f"{len(self.sequences)} sequences and {len(rows)} rows of logprobs."
             )
-        for index, (sequence, logprobs) in enumerate(zip(self.sequences, self.logprobs, strict=True)):
+        for index, (sequence, logprobs) in enumerate(zip(self.sequences, rows, strict=True)):
             if sequence.ndim != 1 or len(sequence) < 2 or logprobs.shape != sequence.shape:
                 raise ShapeError(
                     f"canary sequence {index} and its logprobs must both be [T] with T >= 2; found "
                     f"{list(sequence.shape)} and {list(logprobs.shape)}."
                 )
+
+
+@record
+class RoutedScores:
+    """What an engine thinks of a sequence, and the experts of a mixture that it used for it.
+
+    Attributes:
+        logprobs: [T] float32 at temperature 1, position 0 is 0.
+        routed_experts: [T, layers, top_k] int16; None of engines and models that tell none.
+    """
+
+    logprobs: FloatArray
+    routed_experts: ExpertArray | None = None
 
 
 class WeightReceiver(Protocol):
@@ -147,6 +162,10 @@ class WeightReceiver(Protocol):
 
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """Logprobs of the tokens of each sequence at temperature 1, position 0 is 0."""
+        ...
+
+    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
+        """As `score`, with the experts of the same pass; asked only for a canary without logprobs."""
         ...
 
 

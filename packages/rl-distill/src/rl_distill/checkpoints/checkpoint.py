@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import CheckpointError, DataError, SettingsError
-from rl_distill.checkpoints.hf_folder import tensor_shapes, write_policy_folder
+from rl_distill.checkpoints.hf_folder import write_policy_folder
 from rl_distill.checkpoints.plain_files import read_json_object
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, write_contents
 from rl_distill.options import LearnerOptions
 from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill.tensor_shapes import Shape, is_trained, tensor_shapes
 
 FORMAT_VERSION = 2
 MAX_STEPS = 1 << 53
@@ -49,6 +50,16 @@ def critic_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a critic by Hugging Face name: a token classifier's with one label."""
     shapes = {name: shape for name, shape in tensor_shapes(config).items() if name != "lm_head.weight"}
     return {**shapes, "score.weight": (1, config.hidden_size), "score.bias": (1,)}
+
+
+def state_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Shape of every tensor in `state/`, from those of a model's: weights, and moments of what is trained."""
+    return {
+        f"{kind}/{name}": shape
+        for kind in STATE_KINDS
+        for name, shape in shapes.items()
+        if kind == "weights" or is_trained(name)
+    }
 
 
 def require_empty(directory: Path) -> None:
@@ -100,7 +111,7 @@ def _write_policy(directory: Path, source: PolicySource, names: Sequence[str], *
             shape = shapes[f"weights/{name}"]
             whole = Piece(name=f"weights/{name}", shape=shape, offsets=(0,) * len(shape), tensor=torch.empty(shape))
             folder.read([whole])
-            yield name, whole.tensor.to(dtype)
+            yield name, whole.tensor.to(dtype) if is_trained(name) else whole.tensor
 
     config_json = dict(source.config_json)
     if "score.weight" in names:

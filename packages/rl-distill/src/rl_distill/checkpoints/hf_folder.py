@@ -18,6 +18,7 @@ from torch import Tensor
 from rl_core.errors import DataError
 from rl_core.files import current_umask, read_json_object, read_safetensors_header
 from rl_distill.policy_config import PolicyConfig
+from rl_distill.tensor_shapes import Shape, is_trained, tensor_shapes
 
 _log = structlog.get_logger(__name__)
 
@@ -40,52 +41,6 @@ COMPANION_FILES = (
 
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of a number, for each dtype that weights may be stored in."""
-
-Shape = tuple[int, ...]
-
-
-def tensor_shapes(config: PolicyConfig) -> dict[str, Shape]:
-    """Shape of every tensor of a policy by Hugging Face name; a tied head is left out."""
-    hidden = config.hidden_size
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for index in range(config.num_layers):
-        layer = {**_attention_shapes(config), **_feed_forward_shapes(config, index)}
-        shapes.update({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.is_tied:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
-
-
-def _attention_shapes(config: PolicyConfig) -> dict[str, Shape]:
-    hidden, head_dim = config.hidden_size, config.head_dim
-    queries, keys = config.num_heads * head_dim, config.num_key_value_heads * head_dim
-    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
-    for letter, rows in (("q", queries), ("k", keys), ("v", keys)):
-        shapes[f"self_attn.{letter}_proj.weight"] = (rows, hidden)
-        if config.family.has_qkv_bias:
-            shapes[f"self_attn.{letter}_proj.bias"] = (rows,)
-    if config.family.has_qk_norm:
-        shapes.update({f"self_attn.{letter}_norm.weight": (head_dim,) for letter in "qk"})
-    shapes["self_attn.o_proj.weight"] = (hidden, queries)
-    shapes["post_attention_layernorm.weight"] = (hidden,)
-    return shapes
-
-
-def _feed_forward_shapes(config: PolicyConfig, layer: int) -> dict[str, Shape]:
-    hidden = config.hidden_size
-
-    def gated(prefix: str, ffn: int) -> dict[str, Shape]:
-        rows = {f"{prefix}.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
-        return {**rows, f"{prefix}.down_proj.weight": (hidden, ffn)}
-
-    mixture = config.mixture
-    if mixture is None or not config.is_mixture(layer):
-        return gated("mlp", config.ffn_hidden_size)
-    shapes: dict[str, Shape] = {"mlp.gate.weight": (mixture.num_experts, hidden)}
-    for expert in range(mixture.num_experts):
-        shapes.update(gated(f"mlp.experts.{expert}", mixture.ffn_hidden_size))
-    return shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +139,10 @@ def read_policy_tensors(policy_dir: Path, config: PolicyConfig, *, dtype: torch.
     """
     tensors = PolicyTensors(policy_dir, config)
     shapes = tensor_shapes(config)
-    return {name: tensors.read(name, (0,) * len(shape), shape, dtype=dtype) for name, shape in shapes.items()}
+    return {
+        name: tensors.read(name, (0,) * len(shape), shape, dtype=dtype if is_trained(name) else torch.float32)
+        for name, shape in shapes.items()
+    }
 
 
 def _open(path: Path) -> Any:

@@ -29,7 +29,7 @@ QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 
 
 class _Rotary(torch.autograd.Function):
-    """Rotate [T, 1, heads, head_dim] by cos and sin; the gradient is the rotation back."""
+    """Rotate the first channels of [T, 1, heads, head_dim] by cos and sin; the gradient is the rotation back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -43,11 +43,10 @@ class _Rotary(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    out = x * cos
-    out[..., :half].addcmul_(second, sin, value=-sign)
-    out[..., half:].addcmul_(first, sin, value=sign)
+    size, half = cos.shape[-1], sin.shape[-1]
+    out = x * cos if size == x.shape[-1] else torch.cat((x[..., :size] * cos, x[..., size:]), dim=-1)
+    out[..., :half].addcmul_(x[..., half:size], sin, value=-sign)
+    out[..., half:size].addcmul_(x[..., :half], sin, value=sign)
     return out
 
 

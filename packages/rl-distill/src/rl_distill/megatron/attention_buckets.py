@@ -43,12 +43,14 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
 
     Attributes:
         buckets: (trajectories, length) of each bucket, in the order of the bucket places.
-        cos: [T, 1, 1, head_dim] float32 of the rotary embedding.
-        sin: [T, 1, 1, head_dim / 2] float32.
+        cos: [T, 1, 1, rotated channels] float32 of the rotary embedding.
+        sin: [T, 1, 1, rotated channels / 2] float32.
         heads: HeadIndex by number of heads.
         kept: [M] int64 tokens whose hidden states leave the last layer, None for all.
         experts: [T, layers, top_k] int64 experts that the engine chose, -1 where it gave none; None where it
             gave none at all. T counts this rank's tokens, layers all of the policy.
+        routed: [layers, 2] int64, written by this rank's layers: tokens that took given experts, and those of them for
+            which the router would have chosen others.
         spans: Of each segment that others go on from: its first token, the first of what goes on from it, and the
             end of that.
     """
@@ -59,6 +61,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
     heads: dict[int, HeadIndex] = field(default_factory=dict)
     kept: Tensor | None = None
     experts: Tensor | None = None
+    routed: Tensor | None = None
     spans: tuple[tuple[int, int, int], ...] = ()
 
 
@@ -113,7 +116,7 @@ def _head_index(places: Sequence[Places], *, num_tokens: int, num_heads: int, de
 
 
 def rotary_tables(position_ids: Tensor, *, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """cos [T, 1, 1, head_dim] and sin [T, 1, 1, head_dim / 2] of positions, float32."""
+    """cos [T, 1, 1, rotated channels] and sin, of half as many, of positions, float32."""
     angles = position_ids.float()[:, None] * frequencies.to(position_ids.device)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1)[:, None, None], sin[:, None, None]
@@ -132,7 +135,7 @@ def packed_layout(
     Args:
         position_ids: [T] int64.
         offsets: [S + 1] int64 of the segments; every one has at least one token.
-        frequencies: [head_dim / 2] float32 of the rotary embedding; see `rotary_frequencies`.
+        frequencies: [rotated channels / 2] float32 of the rotary embedding; see `rotary_frequencies`.
         head_counts: Numbers of heads (of queries, of keys) on this rank.
         spans: Of the segments' forest.
     """

@@ -19,6 +19,7 @@ State = Mapping[str, Tensor]
 
 _LAYERS = "decoder.layers."
 _EXPERTS = "mlp.experts.local_experts."
+_SHARED = "mlp.shared_experts."
 _EMBEDDING = "model.embed_tokens.weight"
 _WHOLE = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -26,6 +27,7 @@ _WHOLE = {
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
 }
 _QKV = {"self_attention.linear_qkv.weight": "weight", "self_attention.linear_qkv.bias": "bias"}
 _COLUMNS = {
@@ -189,6 +191,11 @@ def check_shard(config: PolicyConfig, shard: Shard) -> None:
         "intermediate_size": (config.ffn_hidden_size, "tensor", shard.tensor_size),
     }
     if mixture is not None:
+        divisible["n_shared_experts * moe_intermediate_size"] = (
+            mixture.shared_ffn_hidden_size,
+            "tensor",
+            shard.tensor_size,
+        )
         divisible["num_experts"] = (mixture.num_experts, "expert", shard.expert_size)
         divisible["moe_intermediate_size"] = (mixture.ffn_hidden_size, "expert-tensor", shard.expert_tensor_size)
     for name, (number, kind, size) in divisible.items():
@@ -219,6 +226,9 @@ def _layer_blocks(part: str, prefix: str, tensor: Tensor, config: PolicyConfig, 
         return [split.whole(prefix + _WHOLE[part], tensor)]
     if part in _QKV:
         return _qkv_blocks(prefix, tensor, config, split, kind=_QKV[part])
+    if part.startswith(_SHARED):
+        blocks = _feed_forward_blocks(part.replace(_SHARED, "mlp.", 1), prefix, tensor, split)
+        return [replace(block, name=block.name.replace(".mlp.", f".{_SHARED}", 1)) for block in blocks]
     return _feed_forward_blocks(part, prefix, tensor, split)
 
 

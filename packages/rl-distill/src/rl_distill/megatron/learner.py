@@ -20,8 +20,8 @@ from rl_distill.checkpoints.checkpoint import (
     finish_checkpoint,
     read_header,
     require_empty,
+    state_shapes,
 )
-from rl_distill.checkpoints.hf_folder import tensor_shapes
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import (
     LearnerOptions,
@@ -36,11 +36,11 @@ from rl_distill.megatron.model import Head
 from rl_distill.megatron.rank_shares import RankShare, StepShare
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.setup import ModelPlan
-from rl_distill.megatron.token_checks import check_tokens
 from rl_distill.metric_sums import metric_values
 from rl_distill.options import ParallelOptions
 from rl_distill.packing import Rows, plan_batch
 from rl_distill.parallel_layout import check_layout
+from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products
 from rl_distill.stepping import (
     check_open,
@@ -48,6 +48,8 @@ from rl_distill.stepping import (
     check_trainable,
     open_policy,
 )
+from rl_distill.tensor_shapes import tensor_shapes
+from rl_distill.token_checks import check_tokens
 
 
 class RankedModel:
@@ -57,12 +59,15 @@ class RankedModel:
         kind: Its name on the ranks, unless another is given.
         head: What comes out.
         trains: False keeps neither gradients nor an optimizer.
+        replays: True takes the experts of the column `routed_experts`, which the policy's engine used; the routers of
+            other models choose by themselves.
         step: Optimizer steps done so far.
     """
 
     kind: ClassVar[str]
     head: ClassVar[Head] = "policy"
     trains: ClassVar[bool] = True
+    replays: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -133,8 +138,7 @@ class RankedModel:
         check_open(self._is_open)
         check_temperature(temperature)
         ids = batch.ragged("input_ids")
-        needed = {"input_ids"} | ({"routed_experts"} & batch.names)
-        shares, rows = self._shares(batch.only(needed))
+        shares, rows = self._shares(batch.only({"input_ids", ROUTED_EXPERTS} & batch.names))
         found = self._call_shares("score", shares, temperature=temperature)
         tokens = _in_batch_order(batch, rows, found)
         return tokens.get("values", Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
@@ -162,6 +166,8 @@ class RankedModel:
 
     def _shares(self, batch: Batch) -> tuple[list[RankShare], list[Rows]]:
         """Each data-parallel rank's rows in the order of its micro-batches, and which rows these are."""
+        if not self.replays:
+            batch = batch.only(batch.names - {ROUTED_EXPERTS})
         check_tokens(batch, self._source.config)
         parallel = self._ranks.parallel
         plans = plan_batch(
@@ -247,9 +253,7 @@ class TrainedModel(RankedModel):
         """
         check_open(self._is_open)
         step = read_header(directory, config=self._source.config, dtype=self._options.dtype)
-        kinds = ("weights", "exp_avg", "exp_avg_sq")
-        shapes = {f"{kind}/{name}": shape for kind in kinds for name, shape in self._shapes().items()}
-        TensorFolder(directory / STATE_FOLDER).check(shapes)
+        TensorFolder(directory / STATE_FOLDER).check(state_shapes(self._shapes()))
         problems = self._ranks.call_all("read_state", self._name, directory / STATE_FOLDER)
         if any(problems):
             self._ranks.call_all("forget_state", self._name)
@@ -266,7 +270,7 @@ class TrainedModel(RankedModel):
 class MegatronLearner(TrainedModel):
     """Trains a policy with megatron-core; see `rl_distill.learner.Learner`."""
 
-    kind = "policy"
+    kind, replays = "policy", True
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Logprobs of all tokens, float32, in the batch's row order, first token 0."""

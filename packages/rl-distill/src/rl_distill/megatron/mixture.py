@@ -1,22 +1,26 @@
 """Mixtures of experts: megatron's layer and dispatcher, with a router that can replay choices.
 
-The router is Qwen3-MoE's: a softmax over all experts in float32, the largest few, divided by their sum where the
-policy says so. No token is dropped and no auxiliary loss added.
+The router is Qwen3-MoE's, a softmax over all experts in float32 and the largest few, or GLM's, sigmoids and the largest
+few of the best groups by these and a bias; either way divided by their sum where the policy says so. No token is
+dropped, no auxiliary loss added, and the bias stays as it was loaded.
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from rl_distill.megatron.experts import Experts
+from rl_distill.mixture_config import SigmoidRouting
 from rl_distill.policy_config import PolicyConfig
 
 _DISPATCHER = {"moe_token_dispatcher_type": "alltoall"}
@@ -38,16 +42,61 @@ def mixture_settings(policy: PolicyConfig) -> dict[str, Any]:
         "moe_router_pre_softmax": not mixture.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
+        "moe_shared_expert_intermediate_size": mixture.shared_ffn_hidden_size or None,
+        **_sigmoid_settings(mixture.sigmoid),
+    }
+
+
+def _sigmoid_settings(sigmoid: SigmoidRouting | None) -> dict[str, Any]:
+    """Without moe_router_enable_expert_bias, with which megatron would change the bias at each step."""
+    if sigmoid is None:
+        return {}
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": sigmoid.num_groups,
+        "moe_router_group_topk": sigmoid.top_groups,
+        "moe_router_topk_scaling_factor": sigmoid.scaling,
     }
 
 
 def mixture_spec(expert: MLPSubmodules) -> ModuleSpec:
-    """A layer's mixture of experts, one after the other on each rank."""
-    experts = ModuleSpec(module=SequentialMLP, submodules=expert)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=ReplayRouter))
+    """A layer's mixture of experts."""
+    experts = ModuleSpec(module=Experts, submodules=expert)
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=expert)
+    return ModuleSpec(
+        module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=ReplayRouter)
+    )
 
 
-def route(logits: Tensor, *, top_k: int, is_normalized: bool, given: Tensor | None) -> tuple[Tensor, Tensor]:
+class SigmoidScores(NamedTuple):
+    """How sigmoids choose experts.
+
+    Attributes:
+        bias: [experts] float32, counts for the choice alone.
+        num_groups: Groups of experts.
+        top_groups: Groups of a token: those with the largest sums of their two largest biased scores.
+        scaling: Multiplies the probabilities of the chosen.
+    """
+
+    bias: Tensor
+    num_groups: int
+    top_groups: int
+    scaling: float
+
+    def ranked(self, scores: Tensor) -> Tensor:
+        """[T, experts] by which a token's experts are chosen; minus infinity in groups that are not.
+
+        Source: DeepSeek-V3, arXiv:2412.19437; megatron's own sums the top_k / top_groups largest of a group.
+        """
+        groups = torch.unflatten(scores + self.bias, -1, (self.num_groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
+        is_best = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, value=True)
+        return groups.masked_fill(~is_best.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def route(
+    logits: Tensor, *, top_k: int, is_normalized: bool, given: Tensor | None, sigmoid: SigmoidScores | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose the experts of tokens, or take given ones with the router's own probabilities of them.
 
     Args:
@@ -56,14 +105,16 @@ def route(logits: Tensor, *, top_k: int, is_normalized: bool, given: Tensor | No
         is_normalized: Divide the probabilities of a token's experts by their sum.
         given: [T, top_k] int64 experts to take; None for none. A token whose row is not of top_k different experts,
             such as -1 everywhere, gets those with the largest probabilities.
+        sigmoid: Take sigmoids for probabilities, and choose by these; None for the softmax.
 
     Returns:
         Probabilities [T, experts] in the dtype of the logits, 0 of those not chosen, and [T, experts] bool, True of
         the chosen. The order in which the choices are given does not matter.
     """
-    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    probabilities = torch.softmax(logits, -1, torch.float32) if sigmoid is None else logits.float().sigmoid()
+    ranked = probabilities.detach() if sigmoid is None else sigmoid.ranked(probabilities.detach())
     chosen = torch.zeros_like(logits, dtype=torch.bool)
-    chosen.scatter_(1, probabilities.detach().topk(top_k, dim=-1).indices, value=True)
+    chosen.scatter_(1, ranked.topk(top_k, dim=-1).indices, value=True)
     if given is not None:
         known = given.clamp(0, logits.shape[-1] - 1)
         replayed = torch.zeros_like(chosen).scatter_(1, known, value=True)
@@ -71,15 +122,24 @@ def route(logits: Tensor, *, top_k: int, is_normalized: bool, given: Tensor | No
         chosen = torch.where(is_given[:, None], replayed, chosen)
     probabilities = probabilities.masked_fill(~chosen, 0.0)
     if is_normalized:
-        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        probabilities = probabilities / (probabilities.sum(-1, keepdim=True) + (0.0 if sigmoid is None else 1e-20))
+    if sigmoid is not None:
+        probabilities = probabilities * sigmoid.scaling
     return probabilities.to(logits.dtype), chosen
 
 
 class ReplayRouter(TopKRouter):  # type: ignore[misc]
-    """megatron's router, choosing as Qwen3-MoE does, or taking the experts that were chosen at rollout."""
+    """megatron's router, choosing as the policy's family does, or taking the experts that were chosen at rollout.
+
+    Attributes:
+        rerouted: [T] bool of the last tokens that were given experts: True where it would choose others.
+    """
+
+    rerouted: Tensor
+    expert_bias: torch.nn.Parameter | None
 
     def __init__(self, config: Any, pg_collection: Any = None) -> None:
-        """Make the router's weight.
+        """Make the router's weight, and its bias where it has one: no gradient reaches it, and it stays float32.
 
         Args:
             config: megatron's TransformerConfig.
@@ -87,6 +147,17 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
         """
         super().__init__(config=config, pg_collection=pg_collection)
         self._given: Tensor | None = None
+        if config.moe_router_score_function == "sigmoid":
+            self.expert_bias = torch.nn.Parameter(torch.zeros(config.num_moe_experts), requires_grad=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ReplayRouter":
+        """As torch's, which casts and moves a module's tensors; the bias is moved alone."""
+        bias = self.expert_bias
+        exact = None if bias is None else bias.data
+        super()._apply(fn, recurse)
+        if bias is not None and exact is not None:
+            bias.data = exact.to(bias.device)
+        return self
 
     @contextlib.contextmanager
     def replaying(self, experts: Tensor | None) -> Iterator[None]:
@@ -104,7 +175,9 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
     def gating(self, input: Tensor) -> Tensor:  # noqa: A002 - megatron's signature
         """Logits [T, 1, experts] of tokens [T, 1, hidden]."""
         # megatron's own fails on 0 tokens, and on te_general_gemm, a name that comes with Transformer Engine.
-        return F.linear(input, self.weight)
+        if self.expert_bias is None:
+            return F.linear(input, self.weight)
+        return F.linear(input.float(), self.weight.float())  # as transformers and vLLM compute GLM's
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - megatron's signature
         """Probabilities and choices of tokens.
@@ -118,4 +191,17 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
         """
         is_normalized = not self.config.moe_router_pre_softmax
         rows = logits.view(-1, self.config.num_moe_experts)
-        return route(rows, top_k=self.topk, is_normalized=is_normalized, given=self._given)
+        sigmoid = self._sigmoid_scores()
+        routed = partial(route, rows, top_k=self.topk, is_normalized=is_normalized, sigmoid=sigmoid)
+        probabilities, chosen = routed(given=self._given)
+        if self._given is not None:
+            with torch.no_grad():  # a hundredth of what its experts take
+                self.rerouted = (chosen != routed(given=None)[1]).any(-1)
+        return probabilities, chosen
+
+    def _sigmoid_scores(self) -> SigmoidScores | None:
+        if self.expert_bias is None:
+            return None
+        config = self.config
+        groups, top_groups = config.moe_router_num_groups, config.moe_router_group_topk
+        return SigmoidScores(self.expert_bias, groups, top_groups, config.moe_router_topk_scaling_factor)

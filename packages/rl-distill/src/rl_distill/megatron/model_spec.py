@@ -80,8 +80,12 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
             hidden = _Keep.apply(hidden, kept)  # type: ignore[no-untyped-call]
         if not self.is_moe_layer:
             return self._forward_mlp(hidden), context
-        with self.mlp.router.replaying(self._experts(packed_seq_params, kept, num_tokens=hidden.shape[0])):
-            return self._forward_mlp(hidden), context
+        experts = self._experts(packed_seq_params, kept, num_tokens=hidden.shape[0])
+        with self.mlp.router.replaying(experts):
+            hidden = self._forward_mlp(hidden)
+        if experts is not None:
+            self._count_rows(packed_seq_params, experts)
+        return hidden, context
 
     def _experts(self, layout: PackedLayout, kept: Tensor | None, *, num_tokens: int) -> Tensor | None:
         """[num_tokens, top_k] experts that this layer's tokens must take."""
@@ -93,6 +97,18 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
         if self.config.sequence_parallel:
             return experts.narrow(0, self.tp_group.rank() * num_tokens, num_tokens)
         return experts
+
+    def _count_rows(self, layout: PackedLayout, experts: Tensor) -> None:
+        """Note how many rows were replayed and rerouted; a layer that is computed again notes the same again."""
+        if layout.routed is None:
+            return
+        is_given = (experts >= 0).all(-1)
+        if layout.kept is not None and self.config.sequence_parallel and self.layer_number == self.config.num_layers:
+            is_kept = torch.zeros(len(experts) * self.tp_group.size(), dtype=torch.bool, device=experts.device)
+            is_kept[layout.kept] = True  # what other layouts compute; here the head leaves the rest out
+            is_given = is_given & is_kept.narrow(0, self.tp_group.rank() * len(experts), len(experts))
+        rerouted = is_given & self.mlp.router.rerouted
+        layout.routed[self.layer_number - 1] = torch.stack([is_given.sum(), rerouted.sum()])
 
 
 def transformer_config(
@@ -121,12 +137,12 @@ def transformer_config(
         kv_channels=policy.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=policy.norm_eps,
-        qk_layernorm=policy.family.has_qk_norm,
+        qk_layernorm=policy.has_qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
         use_te_activation_func=True,  # builds SwiGLU below; nothing of Transformer Engine
         add_bias_linear=False,
-        add_qkv_bias=policy.family.has_qkv_bias,
+        add_qkv_bias=policy.has_qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,

@@ -68,7 +68,7 @@ class MegatronAdam:
                 group["weight_decay"] = options.weight_decay * group["wd_mult"]
                 if isinstance(inner, torch.optim.AdamW):
                     group["fused"] = True  # one pass over memory for each parameter, on CPU and GPU
-        self._mains = self._find_mains([parameter for chunk in chunks for parameter in chunk.parameters()])
+        self._mains = self._find_mains([p for chunk in chunks for p in chunk.parameters() if p.requires_grad])
 
     def zero_grad(self) -> None:
         """Forget gradients."""

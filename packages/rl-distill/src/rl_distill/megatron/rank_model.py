@@ -22,13 +22,15 @@ from rl_distill.megatron.model import Scored, Wanted
 from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.optimizer import MegatronAdam, Parameters
 from rl_distill.megatron.parallel import Place, group_of_copies, learner_device, shards_of_this_rank
-from rl_distill.megatron.rank_pack import PlacedPack, Sharing, padded_length, place_pack
+from rl_distill.megatron.rank_pack import PlacedPack, Sharing, padded_length, place_pack, unknown_experts
 from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.megatron.setup import ModelPlan, build_chunks, chunk_blocks
 from rl_distill.metric_sums import metric_totals
+from rl_distill.model_memory import RankMemory
 from rl_distill.objectives.comparison import LOSSES, comparison_of, with_measures
 from rl_distill.packing import Pack, scored_tokens
+from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products, computing_with
 from rl_distill.schedule import learning_rate_at
 from rl_distill.teacher_heads import read_heads
@@ -58,6 +60,7 @@ class RankModel:
         self._offloaded: Offloaded | None = None
         self._sharing = _sharing(plan, self._device)
         self._teacher_heads: list[Tensor] = []
+        self._routed = [0, 0]
         if plan.trains:
             self._adam = MegatronAdam(self._chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
         for chunk in self._chunks:
@@ -129,18 +132,31 @@ class RankModel:
         loss = _total(gathered.loss() if self.place.answers else 0.0)
         learning_rate = learning_rate_at(self.step + 1, self.plan.options)
         grad_norm, is_applied = self._update(loss, learning_rate=learning_rate)
+        routing = self._routing(packs) if ROUTED_EXPERTS in share.batch else {}
         if not self.place.answers:
             return None
         return StepShare(
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            metrics=metric_totals(gathered.metrics),
+            metrics=metric_totals(gathered.metrics) | routing,
             broken_rows=() if is_applied else gathered.broken_rows(),
             is_applied=is_applied,
             tokens=gathered.tokens(share.batch) if with_tokens else {},
             computed_tokens=sum(pack.forest.num_computed for pack in packs),
         )
+
+    def _routing(self, packs: Sequence[Pack]) -> dict[str, tuple[float, float]]:
+        """(weighted sum, weight) of what the metrics say of replayed experts; every rank calls it together.
+
+        Rows are counted by whoever routes them, over all ranks, and told by the first share; tokens by their share.
+        """
+        replayed, rerouted = (_total(float(count)) for count in self._routed)
+        layers = [
+            layer for layer in range(self.plan.source.config.num_layers) if self.plan.source.config.is_mixture(layer)
+        ]
+        totals = {"router/unknown_share": unknown_experts(packs, layers)}
+        return totals if self.place.data else {"router/rerouted_share": (rerouted, replayed), **totals}
 
     def load_teacher_heads(self, folders: Sequence[Path]) -> None:
         """Read this rank's slices of the teachers' output matrices, in the order of their index."""
@@ -177,11 +193,8 @@ class RankModel:
         gradients alone.
         """
         if self._offloaded is None:
-            kept: list[Tensor] = []
-            if self._device.type != "cpu":
-                kept = [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]
-                kept += list(self._adam.tensors()) if self._adam is not None else []
-            self._offloaded = Offloaded(kept, self._gradients())
+            weights, gradients, optimizer = self._kept()
+            self._offloaded = Offloaded([] if self._device.type == "cpu" else [*weights, *optimizer], gradients)
             if self._device.type != "cpu":
                 torch.cuda.empty_cache()
         return self._offloaded.num_bytes
@@ -192,11 +205,17 @@ class RankModel:
             self._offloaded.restore()
             self._offloaded = None
 
-    def _gradients(self) -> list[Tensor]:
+    def memory(self) -> RankMemory:
+        """What the model keeps between calls, as `rank_memory` foretells it."""
+        return RankMemory(*(sum(tensor.nbytes for tensor in tensors) for tensors in self._kept()))
+
+    def _kept(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Weights, gradients and the optimizer's state."""
+        weights = [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]
         if self._adam is None:
-            return []
+            return weights, [], []
         buffers = [b for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        return [buffer.grad_data for buffer in buffers]
+        return weights, [buffer.grad_data for buffer in buffers], list(self._adam.tensors())
 
     def num_parameters(self) -> int:
         """Elements of which this rank keeps the primary copy."""
@@ -208,7 +227,7 @@ class RankModel:
 
     def weight_blocks(self) -> list[Block]:
         """The parameters, by Hugging Face name."""
-        return self._blocks([{n: p.detach() for n, p in chunk.items()} for chunk in self._parameters()])
+        return self._blocks(self._weights())
 
     def gives(self, number: int, block: Block) -> bool:
         """True where this rank, of those that hold the same block, is the one to give it out."""
@@ -220,18 +239,16 @@ class RankModel:
         adam, parameters = self._trained(), self._parameters()
         states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in ("exp_avg", "exp_avg_sq")}
         masters = [adam.master_weights(chunk) for chunk in parameters]
-        weights = [{n: p.detach() for n, p in chunk.items()} for chunk in parameters]
-        states["weights"] = [w if m is None else m for w, m in zip(weights, masters, strict=True)]
+        states["weights"] = [{**w, **(m or {})} for w, m in zip(self._weights(), masters, strict=True)]
         return {name: self._blocks(state) for name, state in states.items()}
 
     def empty_state(self) -> tuple[States, dict[str, list[Block]]]:
         """float32 tensors to read a checkpoint into, by megatron name for each chunk, and their blocks."""
+        of_kind: dict[str, Sequence[Mapping[str, Tensor]]]
+        of_kind = {"weights": self._weights(), "exp_avg": self._parameters(), "exp_avg_sq": self._parameters()}
         states = {
-            name: [
-                {n: torch.zeros_like(p, dtype=torch.float32).detach() for n, p in chunk.items()}
-                for chunk in self._parameters()
-            ]
-            for name in ("weights", "exp_avg", "exp_avg_sq")
+            kind: [{n: torch.zeros_like(p, dtype=torch.float32).detach() for n, p in chunk.items()} for chunk in chunks]
+            for kind, chunks in of_kind.items()
         }
         return states, {name: self._blocks(state) for name, state in states.items()}
 
@@ -242,8 +259,8 @@ class RankModel:
         with torch.no_grad():
             for index, parameters in enumerate(self._parameters()):
                 weights = states["weights"][index]
-                for name, parameter in parameters.items():
-                    parameter.copy_(weights[name])
+                for name, live in self._weights()[index].items():
+                    live.copy_(weights[name])
                 moments = {name: states[name][index] for name in ("exp_avg", "exp_avg_sq")}
                 adam.load(parameters, step=step, moments=moments, master=weights if is_bf16 else None)
         self.step = step
@@ -258,6 +275,14 @@ class RankModel:
         return self._adam
 
     def _parameters(self) -> list[Parameters]:
+        """What is trained, by megatron's name."""
+        return [{n: p for n, p in chunk.items() if p.requires_grad} for chunk in self._named()]
+
+    def _weights(self) -> list[Mapping[str, Tensor]]:
+        """All that a policy's folder has, by megatron's name: also a router's bias, which is not trained."""
+        return [{name: p.detach() for name, p in chunk.items()} for chunk in self._named()]
+
+    def _named(self) -> list[Parameters]:
         return [
             {name.removeprefix("module.").removeprefix("module."): p for name, p in chunk.named_parameters()}
             for chunk in self._chunks
@@ -302,7 +327,7 @@ class RankModel:
         for chunk in self._chunks:
             chunk.train(with_gradients)
         with computing_with(self.plan.options.products), nullcontext() if with_gradients else torch.no_grad():
-            return get_forward_backward_func()(  # type: ignore[no-any-return]
+            found: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=sources if is_virtual else sources[0],
                 model=self._chunks if is_virtual else self._chunks[0],
@@ -312,6 +337,9 @@ class RankModel:
                 forward_only=not with_gradients,
                 collect_non_loss_data=not with_gradients,
             )
+        routed = [one.layout.routed.sum(0) for one in placed.values() if one.layout.routed is not None]
+        self._routed = torch.stack(routed).sum(0).tolist() if routed else [0, 0]
+        return found
 
 
 def _sharing(plan: ModelPlan, device: torch.device) -> Sharing:

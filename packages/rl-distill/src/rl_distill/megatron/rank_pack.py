@@ -28,7 +28,7 @@ class Sharing:
         context_size: Number of stretches.
         sequence_size: Parts that each stretch is cut into between the matrices.
         head_counts: Heads of queries and of keys for which this rank attends.
-        frequencies: [head_dim / 2] of the rotary embedding, on the rank's device.
+        frequencies: [rotated channels / 2] of the rotary embedding, on the rank's device.
     """
 
     context_group: Any
@@ -141,7 +141,9 @@ def place_pack(pack: Pack, scored: Tensor, sharing: Sharing, *, length: int, eac
     if forest.is_shared:
         kept, expand = torch.unique(kept, return_inverse=True)
     tables = {name: getattr(layout, name)[start : start + length] for name in ("cos", "sin")}
-    layout = replace(layout, kept=kept, experts=_own_experts(pack, places, len(ids), sharing), **tables)
+    experts = _own_experts(pack, places, len(ids), sharing)
+    routed = None if experts is None else experts.new_zeros(experts.shape[1], 2)
+    layout = replace(layout, kept=kept, experts=experts, routed=routed, **tables)
     return PlacedPack(
         pack=pack,
         input_ids=ids[start : start + length],
@@ -161,6 +163,24 @@ def _computed(column: Tensor, places: Tensor, forest: PrefixForest) -> Tensor:
     if not forest.is_shared:
         return column
     return column.new_empty((forest.num_computed, *column.shape[1:])).index_copy_(0, places, column)
+
+
+def unknown_experts(packs: Sequence[Pack], layers: Sequence[int]) -> tuple[float, float]:
+    """Computed tokens that lack an expert in one of these layers, and how many there are.
+
+    They count where a trained token follows in their row: the last one never ran through the engine's model.
+    """
+    num_unknown = num_tokens = 0
+    for pack in packs:
+        columns, places = pack.micro_batch.columns, pack.forest.places
+        is_known = (columns[ROUTED_EXPERTS][:, list(layers)] >= 0).flatten(1).all(1).cpu().numpy()
+        num_trained = (
+            np.cumsum(columns["loss_mask"].cpu().numpy()) if "loss_mask" in columns else np.arange(len(places))
+        )
+        counts = num_trained < np.repeat(num_trained[pack.offsets[1:] - 1], np.diff(pack.offsets))
+        num_tokens += len(np.unique(places[counts]))
+        num_unknown += len(np.unique(places[counts & ~is_known]))
+    return float(num_unknown), float(num_tokens)
 
 
 def _own_experts(pack: Pack, places: Tensor, num_tokens: int, sharing: Sharing) -> Tensor | None:

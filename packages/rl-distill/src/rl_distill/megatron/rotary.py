@@ -9,18 +9,18 @@ from rl_distill.policy_config import Llama3RopeScaling, PolicyConfig
 
 
 def rotary_frequencies(config: PolicyConfig) -> Tensor:
-    """Angle of one position step, for each pair of a head's channels.
+    """Angle of one position step, for each pair of a head's rotated channels.
 
     Args:
         config: The policy, whose base and scaling of positions count.
 
     Returns:
-        [head_dim / 2] float32.
+        [rotated channels / 2] float32.
 
     Source: Su et al. 2021, arXiv:2104.09864; Llama 3's scaling: Grattafiori et al. 2024, arXiv:2407.21783.
     """
-    head_dim = config.head_dim
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    rotary_dim = config.rotary_dim or config.head_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     frequencies = 1.0 / (config.rope_base**exponents)
     scaling = config.rope_scaling
     if scaling is None:

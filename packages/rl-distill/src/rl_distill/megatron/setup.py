@@ -107,9 +107,9 @@ def fill_weights(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
         parameter.zero_()  # rows that pad the vocabulary stay zeros
     for block in chunk_blocks(parameters, plan, shard):
         if tensors is not None and (block.name in tensors or block.name not in VALUE_HEAD.values()):
-            block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=plan.dtype))
+            block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=block.view.dtype))
         elif tensors is None and block.name not in VALUE_HEAD.values():
-            whole = random_tensor(block.name, block.shape, plan).to(plan.dtype)
+            whole = random_tensor(block.name, block.shape, plan)
             block.write(whole[tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))])
 
 
@@ -117,7 +117,7 @@ def chunk_blocks(state: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> 
     """Blocks of a chunk's tensors by megatron name, those of a critic's head among them."""
     policy = {name: tensor for name, tensor in state.items() if name not in VALUE_HEAD}
     blocks = blocks_of(policy, plan.source.config, shard)
-    for name in VALUE_HEAD.keys() & state.keys():
+    for name in (name for name in VALUE_HEAD if name in state):  # a set's order is another in each process
         blocks.append(whole_block(VALUE_HEAD[name], state[name], is_primary=shard.tensor_rank == 0))
     return blocks
 

@@ -13,20 +13,30 @@ class _SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return swiglu(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        out = torch.empty_like(x)
-        grad_gate, grad_up = out.chunk(2, dim=-1)
-        torch.ops.aten.silu.out(gate, out=grad_up)
-        grad_up.mul_(grads[0])
-        torch.mul(grads[0], up, out=grad_gate)
-        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
-        return out
+        return swiglu_grad(x, grads[0])
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up of [..., 2 * ffn]; gate first."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def swiglu_grad(x: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of `swiglu` to its input, from that to its output."""
+    gate, up = x.chunk(2, dim=-1)
+    out = torch.empty_like(x)
+    grad_gate, grad_up = out.chunk(2, dim=-1)
+    torch.ops.aten.silu.out(gate, out=grad_up)
+    grad_up.mul_(grad)
+    torch.mul(grad, up, out=grad_gate)
+    torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+    return out
 
 
 class SwiGLU(torch.nn.Module):

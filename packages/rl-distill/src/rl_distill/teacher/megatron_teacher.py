@@ -13,7 +13,9 @@ from rl_core.errors import EngineDiedError, NotReadyError, RLError
 from rl_core.record_fields import converts_arguments
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.teacher import MegatronTeacherModel
-from rl_distill.options import LearnerOptions, ParallelOptions
+from rl_distill.options import LearnerOptions
+from rl_distill.parallel_layout import teacher_layout
+from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 Result = TypeVar("Result")
@@ -24,7 +26,7 @@ class MegatronPlace:
     """Where a replica's ranks run, and how.
 
     Attributes:
-        tensor: Ranks that share each matrix.
+        tensor: Ranks that share each matrix, and the experts of a mixture; see `teacher_layout`.
         cluster: Processes of this machine, or actors of Ray.
         pool: What the ranks may use; None shares what there is.
         dtype: What they compute in.
@@ -129,7 +131,7 @@ class MegatronReplica:
         """Start the ranks, and build the model on them; in the thread."""
         place = self._place
         ranks = LearnerRanks(
-            ParallelOptions(ranks=place.tensor, tensor=place.tensor),
+            teacher_layout(place.tensor, parse_policy_config(read_policy_config(self._folder))),
             cluster=place.cluster,
             pool=place.pool,
             name="megatron teacher",

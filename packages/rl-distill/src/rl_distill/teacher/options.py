@@ -55,7 +55,8 @@ class TeacherOptions:
         placement: "process" (processes of this machine), or "ray" (actors of Ray, on one machine or many).
         dtype: What it computes in: "float32" or "bfloat16".
         max_model_len: Most tokens of a trajectory; none takes what prompts and responses can have here.
-        tensor: Ranks of one replica that share each weight matrix.
+        tensor: Ranks of one replica that share each weight matrix; Megatron's share a mixture's experts whole where
+            they can.
         max_batch_tokens: Tokens scored at once; a longer trajectory is scored alone.
         num_threads: CPU threads of a replica; none leaves the library's choice.
         kv_cache_gib: Memory of vLLM's KV cache; none takes 1 on CPUs, and on GPUs what gpu_memory_utilization leaves.

@@ -10,6 +10,7 @@ from rl_metrics.definitions.distillation import DISTILLATION
 from rl_metrics.definitions.distributions import DISTRIBUTIONS
 from rl_metrics.definitions.entries import BY_DESIGN, GUIDE, GUIDE_KL, PROOF, THUMB, mean, one, spread
 from rl_metrics.definitions.memory import MEMORY
+from rl_metrics.definitions.mixtures import MIXTURES
 from rl_metrics.definitions.timing import TIMING
 from rl_metrics.definitions.validation import VALIDATION
 
@@ -315,6 +316,7 @@ FAMILIES: dict[str, tuple[Metric, ...]] = {
     "Rollouts": ROLLOUT,
     "Distributions": DISTRIBUTIONS,
     "Mismatch of engine and learner": CORRECTION,
+    "Mixtures of experts": MIXTURES,
     "Weights": WEIGHTS,
     "Queue": QUEUE,
     "Asynchronous training": ASYNC,

@@ -23,6 +23,7 @@ TIMING = (
     ),
     seconds("old_log_prob", "The learner's logprobs before the update"),
     seconds("ref", "Logprobs of the frozen reference"),
+    seconds("replay_mismatch", "A mixture's logprobs of a sample with and without the engine's experts"),
     seconds("values", "The critic's values"),
     seconds("adv", "Advantages, correction weights and loss weights"),
     seconds("update_actor", "Forward, backward and optimizer step of the policy"),

@@ -12,6 +12,8 @@ from rl_metrics.run_files.run_record import RunRecord
 
 PROOF_EVENT = "weight_proof_failed"
 PROOF_ERROR = "WeightProofError"
+MOST_UNKNOWN = 0.01
+"""Share of tokens without the engine's experts, up to which these explain no mismatch."""
 FLOAT32 = ("float32", "fp32", "float64")
 
 
@@ -27,6 +29,7 @@ class Facts:
         min_p: Of the sampling.
         temperature: Of the sampling.
         is_mixture: The policy is a mixture of experts.
+        replays: The learner takes the engine's experts, all but 1 % of them.
         proof_failures: How often the proof of a weight update failed.
         proof_error: What the last failure said.
         canary: Largest difference of a weight proof's canary logprobs, nats.
@@ -39,6 +42,7 @@ class Facts:
     min_p: float | None = None
     temperature: float | None = None
     is_mixture: bool | None = None
+    replays: bool = False
     proof_failures: int = 0
     proof_error: str = ""
     canary: float | None = None
@@ -76,7 +80,7 @@ def facts_of(run: RunRecord) -> Facts:
         for event in run.events
         if event["event"] == PROOF_EVENT or PROOF_ERROR in str(event.get("error", ""))
     ]
-    expert = _number(settings, "parallel", "expert")
+    expert, unknown = _number(settings, "parallel", "expert"), _largest(run.history, "router/unknown_share")
     return Facts(
         engine_dtype=_text(settings, "engine", "dtype"),
         learner_dtype=_text(settings, "learner", "dtype"),
@@ -84,7 +88,8 @@ def facts_of(run: RunRecord) -> Facts:
         top_k=_number(settings, "rollout", "top_k"),
         min_p=_number(settings, "rollout", "min_p"),
         temperature=_number(settings, "rollout", "temperature"),
-        is_mixture=True if expert is not None and expert > 1 else None,
+        is_mixture=True if unknown is not None or (expert is not None and expert > 1) else None,
+        replays=unknown is not None and unknown <= MOST_UNKNOWN,
         proof_failures=len(errors),
         proof_error=errors[-1] if errors else "",
         canary=_largest(run.history, "weights/canary_max_diff"),

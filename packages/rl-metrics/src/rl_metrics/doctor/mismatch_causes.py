@@ -45,7 +45,8 @@ CAUSES = {
     "routing": (
         "routing: a few tokens go to other experts in the engine than in the learner",
         (
-            "let the learner replay the engine's choice of experts, or compute the router in float32 on both sides",
+            'let the learner replay the engine\'s experts: rollout.engine = "vllm", engine.capture_experts = true, '
+            'policy.learner = "megatron"',
             "reject the tokens: correction.reject",
         ),
     ),

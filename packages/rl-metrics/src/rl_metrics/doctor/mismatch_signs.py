@@ -254,6 +254,8 @@ def truncation(scene: Scene) -> Sign:
 
 def routing(scene: Scene, *, is_cut: bool = False) -> Sign:
     """A few tokens carry most of the difference, wherever they stand; of a cut sampling, of its upward part."""
+    if scene.facts.replays:
+        return Sign(name="routing", texts=("the learner replays the engine's experts",))
     pure = scene.pure & scene.is_open
     rest = np.maximum(scene.rest[pure], 0.0) if is_cut else scene.rest[pure]
     found = find_outliers(rest, scene.doubt[pure], beyond=OUTLIER, floor=EXACT / 10.0)

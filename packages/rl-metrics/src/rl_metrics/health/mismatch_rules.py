@@ -104,8 +104,40 @@ AGREEMENT = (
                 "leave rollout.top_p at 1, and the temperature the same for both",
             ),
             Cause(
+                "tokens of a mixture train on other experts than they were sampled with",
+                "see the finding replay; where the learner cannot replay, reject tokens with correction.reject",
+                rule="replay",
+            ),
+            Cause(
                 "other precision or kernels in the engine than in the learner",
                 "use the same dtype, or correct with correction.weights",
+            ),
+        ),
+    ),
+    Rule(
+        name="replay",
+        side="stability",
+        title="the learner replays a mixture's experts",
+        what="Tokens of a mixture train on experts that the learner chose anew.",
+        conditions=(
+            condition(
+                "level",
+                "router/unknown_share",
+                says="{metric}: the engine's experts of {value:share} of the tokens are not known "
+                "(at most {max:share} is healthy)",
+                max="unknown_max",
+            ),
+        ),
+        thresholds=(Threshold("unknown_max", 0.01, "share of tokens, running median", THUMB),),
+        min_steps=1,
+        causes=(
+            Cause(
+                "rollouts from a skip cache that was written without experts",
+                "write the cache anew: skip.action",
+            ),
+            Cause(
+                "an agent loop of your own leaves Generation.routed_experts out of its trajectories",
+                "copy them, as Conversation does; rollout.audit_share finds such sessions",
             ),
         ),
     ),

@@ -11,6 +11,8 @@ MAX_SIZES = {
     "num_hidden_layers": 4096,
     "num_experts": 65536,
     "num_local_experts": 65536,
+    "n_routed_experts": 65536,
+    "n_shared_experts": 65536,
     "num_attention_heads": 65536,
     "num_key_value_heads": 65536,
     "head_dim": 1 << 16,

@@ -31,7 +31,7 @@ from rl_core.errors import (
     WeightsGoneError,
 )
 from rl_core.record_fields import converts_arguments, settings_record
-from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_core.weights import RoutedScores, WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import (
     EngineTraits,
@@ -87,6 +87,11 @@ class EngineCalls:
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """See `RolloutEngine.score`."""
         scores: list[FloatArray] = await self._call("score", list(sequences))
+        return scores
+
+    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
+        """See `RolloutEngine.score_with_experts`."""
+        scores: list[RoutedScores] = await self._call("score_with_experts", list(sequences))
         return scores
 
     async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from rl_core.data import ExpertArray, FinishReason, FloatArray, IntArray
 from rl_core.record_fields import Axes, record, settings_record
-from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_core.weights import RoutedScores, WeightReceipt, WeightUpdate
 
 
 @settings_record
@@ -208,6 +208,10 @@ class RolloutEngine(Protocol):
 
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """Logprobs of the tokens of each sequence at temperature 1, each [T] with position 0 = 0."""
+        ...
+
+    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
+        """As `score`, with the experts that the same pass used, where the model is a mixture and the engine tells."""
         ...
 
     async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineError, NotReadyError
-from rl_core.weights import WeightReceipt, WeightUpdate, tensor_crc32c
+from rl_core.weights import RoutedScores, WeightReceipt, WeightUpdate, tensor_crc32c
 from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, TokenScores
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
@@ -104,6 +104,10 @@ class ScriptedEngine:
         if self._resumed is not None:
             await self._resumed.wait()
         return [self._score(sequence) for sequence in sequences]
+
+    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
+        """See `RolloutEngine.score_with_experts`; it has none."""
+        return [RoutedScores(logprobs=logprobs) for logprobs in await self.score(sequences)]
 
     async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
         """See `RolloutEngine.score_top_k`; what `score` leaves of the mass is spread evenly over the other tokens."""

@@ -19,7 +19,7 @@ import structlog
 
 from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, RLError
-from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_core.weights import RoutedScores, WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, NewTokens, Structure, TokenScores
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
@@ -128,18 +128,34 @@ class SteppedEngine:
         """See `RolloutEngine.score`."""
         return [scores.logprobs[:, 0] for scores in await self.score_top_k(sequences, top_k=0)]
 
+    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
+        """See `RolloutEngine.score_with_experts`."""
+        samples = await self._scored(sequences, with_experts=True)
+        return [
+            RoutedScores(logprobs=scores.logprobs[:, 0], routed_experts=sample.routed_experts)
+            for sample, scores in samples
+        ]
+
     async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
         """See `RolloutEngine.score_top_k`."""
+        return [scores for _, scores in await self._scored(sequences, top_k=top_k)]
+
+    async def _scored(
+        self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
+    ) -> list[tuple[Sample, TokenScores]]:
         traits = self._awake().traits
         check_top_k(top_k, traits)
         for sequence in sequences:
             check_sequence(sequence, traits)
-        samples = [Sample(input_ids=sequence.tolist(), sampling=None, top_k=top_k) for sequence in sequences]
+        samples = [
+            Sample(input_ids=sequence.tolist(), sampling=None, top_k=top_k, with_experts=with_experts)
+            for sequence in sequences
+        ]
         await self._run(samples)
-        scores = [sample.scores for sample in samples if sample.scores is not None]
-        if len(scores) < len(samples):
-            raise EngineError(f"{len(samples) - len(scores)} of {len(samples)} sequences were aborted unscored.")
-        return scores
+        scored = [(sample, sample.scores) for sample in samples if sample.scores is not None]
+        if len(scored) < len(samples):
+            raise EngineError(f"{len(samples) - len(scored)} of {len(samples)} sequences were aborted unscored.")
+        return scored
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`."""

@@ -22,6 +22,7 @@ class Sample:
         seed: Of this sample.
         request_id: Of its request, where that has one.
         top_k: Likeliest tokens to give beside each token, when it is scored.
+        with_experts: Give its experts too, when it is scored.
         token_ids: Sampled so far.
         logprobs: Of token_ids; empty when greedy.
         policy_versions: Of token_ids.
@@ -38,6 +39,7 @@ class Sample:
     seed: int | None = None
     request_id: str | None = None
     top_k: int = 0
+    with_experts: bool = False
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)

@@ -17,7 +17,7 @@ from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure, TokenScores
 from rl_rollout.engines.sampling import draw_tokens, processed_logprobs
 from rl_rollout.engines.stepper import Sample
-from rl_rollout.engines.weight_checks import check_update, update_tensors
+from rl_rollout.engines.weight_checks import check_update, each_expert, update_tensors
 
 
 class TransformersStepper:
@@ -90,7 +90,7 @@ class TransformersStepper:
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `Stepper.update_weights`."""
         tensors = update_tensors(update)
-        live = self._model.state_dict()
+        live = each_expert(self._model.state_dict())
         check_update(update, tensors, {name: tuple(live[name].shape) for name in live if name not in update.tied})
         arrived = {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
@@ -100,7 +100,7 @@ class TransformersStepper:
             for sample in batch.samples:
                 sample.num_preempted += 1
         self._version = update.version
-        served = {name: probe_tensor(tensor) for name, tensor in self._model.state_dict().items()}
+        served = {name: probe_tensor(tensor) for name, tensor in each_expert(self._model.state_dict()).items()}
         return WeightReceipt(version=update.version, arrived=arrived, live=served)
 
     def reset_prefix_cache(self) -> None:

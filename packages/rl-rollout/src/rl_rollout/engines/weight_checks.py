@@ -1,5 +1,7 @@
 """Which tensors a model has, and whether an update holds them."""
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from rl_core.errors import EngineError, WeightsGoneError
-from rl_core.files import read_safetensors_header, require_plain
+from rl_core.files import read_json_object, read_safetensors_header, require_plain
 from rl_core.weights import WeightUpdate
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -51,10 +53,41 @@ def update_file(update: WeightUpdate) -> Iterator[Path]:
 
 
 def tensor_shapes(model_dir: Path) -> Shapes:
-    """Shapes of the folder's tensors, from the files' headers."""
+    """Shapes of the folder's tensors, from the files' headers; of experts that it joins, each by itself.
+
+    Layers after the last, with which GLM and others guess tokens, are left out: engines do not load them.
+    """
+    config = read_json_object(model_dir / "config.json", error=EngineError)
+    num_layers = config.get("text_config", config).get("num_hidden_layers", math.inf)
     files = sorted(model_dir.glob("*.safetensors"))
     headers = [read_safetensors_header(file, error=EngineError) for file in files]
-    return {name: tensor.shape for header in headers for name, tensor in header.items()}
+    stored = {n: torch.empty(tensor.shape, device="meta") for header in headers for n, tensor in header.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in each_expert(stored).items()}
+    return {name: shape for name, shape in shapes.items() if _layer(name) < num_layers}
+
+
+def _layer(name: str) -> int:
+    """Index of the layer that a tensor is of; -1 of none."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+def each_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors by the names that learners publish: views of each expert's own, where a layer's are joined in two.
+
+    transformers 5 computes with [experts, 2 * ffn, hidden] `gate_up_proj` and [experts, hidden, ffn] `down_proj`.
+    """
+    apart: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, _, joined = name.rpartition(".experts.")
+        if joined not in ("gate_up_proj", "down_proj"):
+            apart[name] = tensor
+            continue
+        names = ("gate_proj", "up_proj") if joined == "gate_up_proj" else ("down_proj",)
+        for index, expert in enumerate(tensor):
+            for own, part in zip(names, expert.chunk(len(names)), strict=True):
+                apart[f"{layer}.experts.{index}.{own}.weight"] = part
+    return apart
 
 
 def check_update(update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expected: Shapes) -> None:

@@ -103,6 +103,8 @@ class GenerationChecks:
             assert scores[0] == 0
             expected = token_logprobs(reference_logprobs(model_dir, sequence), sequence)
             np.testing.assert_allclose(scores[1:], expected, atol=TOLERANCE)
+            (routed,) = asyncio.run(engine.score_with_experts([sequence]))
+            np.testing.assert_allclose(routed.logprobs, scores, atol=TOLERANCE)
 
     def test_abort_returns_what_there_is(self, engine: RolloutEngine) -> None:
         request = long_request(engine)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from rl_core.data import FloatArray, IntArray
 from rl_core.record_fields import converts_arguments
 from rl_core.weights import Canary
+from rl_rollout.engines.weight_checks import each_expert
 
 TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
 END = "<end>"
@@ -25,13 +26,16 @@ EMOJI = "\N{GRINNING FACE}"
 def reference_logprobs(
     model_dir: Path, sequence: IntArray, *, tensors: Mapping[str, torch.Tensor] | None = None
 ) -> FloatArray:
-    """[T, V] logprobs after each token, by transformers in float32; with other weights where given."""
+    """[T, V] logprobs after each token, by transformers in float32; with other weights, all of them, where given."""
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False
     )
     if tensors is not None:
-        model.load_state_dict(dict(tensors), strict=False)
-        model.tie_weights()
+        live = each_expert(model.state_dict())
+        differing = (live.keys() ^ tensors.keys()) - TIED_HEAD.keys()
+        assert not differing, f"{sorted(differing)} are not both of the model and given"
+        for name, tensor in tensors.items():
+            live[name].copy_(tensor)
     with torch.inference_mode():
         logits = model(torch.from_numpy(sequence.astype(np.int64)).unsqueeze(0)).logits[0]
     logprobs: FloatArray = logits.float().log_softmax(-1).numpy()

@@ -4,6 +4,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
+from operator import methodcaller
+from typing import Any
 
 import numpy as np
 import structlog
@@ -15,6 +17,7 @@ from rl_core.weights import (
     Canary,
     ProofTolerances,
     PublishReport,
+    RoutedScores,
     WeightReceipt,
     WeightUpdate,
     check_receipt,
@@ -26,6 +29,7 @@ from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generatio
 from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.replicas.replica import Published, Replica
 from rl_rollout.engines.replicas.replica_set import MAX_DEATHS, ReplicaSet
+from rl_rollout.engines.replicas.weights import joined_report
 from rl_rollout.engines.requests import aborted_generations, check_sequence, check_top_k
 from rl_rollout.engines.tickets import AbortedError, Ticket
 from rl_rollout.engines.waiting import Turn
@@ -36,8 +40,6 @@ log = structlog.get_logger(__name__)
 
 NO_PREFIX = np.zeros(0, dtype=np.int32)
 """What is scored is computed whole, whoever has computed its beginning before."""
-WORST = ("probe_max_diff", "canary_max_diff", "update_s", "proof_s", "drain_s", "stall_s")
-"""Of a publication, what the replica says that is worst off."""
 REMOVE_DEADLINE_S = 600.0
 """How long a replica that is removed may go on with its requests; then they move."""
 
@@ -190,14 +192,11 @@ class ReplicatedEngine:
 
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """See `RolloutEngine.score`."""
-        if not sequences:
-            return []
-        scores: list[FloatArray] = await self._replicas.ask_one(
-            lambda replica: replica.engine.score(sequences),
-            np.concatenate(list(sequences)),
-            ticket=Ticket(num_samples=len(sequences)),
-        )
-        return scores
+        return await self._score("score", sequences, np.concatenate([NO_PREFIX, *sequences]))
+
+    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
+        """See `RolloutEngine.score_with_experts`."""
+        return await self._score("score_with_experts", sequences, np.concatenate([NO_PREFIX, *sequences]))
 
     async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
         """See `RolloutEngine.score_top_k`; the sequences are spread over the replicas, by load alone."""
@@ -205,16 +204,17 @@ class ReplicatedEngine:
         for sequence in sequences:
             check_sequence(sequence, self.traits)
 
-        async def score_one(sequence: IntArray) -> TokenScores:
-            (scores,) = await self._replicas.ask_one(
-                lambda replica: replica.engine.score_top_k([sequence], top_k=top_k),
-                NO_PREFIX,
-                ticket=Ticket(num_samples=1),
-            )
-            scored: TokenScores = scores
-            return scored
+        async def score_one(sequence: IntArray) -> Any:
+            return (await self._score("score_top_k", [sequence], NO_PREFIX, top_k=top_k))[0]
 
         return list(await asyncio.gather(*map(score_one, sequences)))
+
+    async def _score(self, method: str, sequences: Sequence[IntArray], prefix: IntArray, **options: int) -> list[Any]:
+        if not sequences:
+            return []
+        ask = methodcaller(method, sequences, **options)
+        ticket = Ticket(num_samples=len(sequences))
+        return list(await self._replicas.ask_one(lambda replica: ask(replica.engine), prefix, ticket=ticket))
 
     async def publish(
         self,
@@ -248,7 +248,7 @@ class ReplicatedEngine:
             finally:
                 if self._bringing:
                     await asyncio.wait(self._bringing)  # after a failure others may still be at it
-        return replace(reports[0], **{name: max(getattr(one, name) for one in reports) for name in WORST})
+        return joined_report(reports)
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`; the receipt is that of a replica that serves something else, if any."""

@@ -11,7 +11,15 @@ import structlog
 
 from rl_core.data import FloatArray, IntArray
 from rl_core.errors import DeadlineError, EngineDiedError, EngineError, WeightProofError, WeightsGoneError
-from rl_core.weights import PublishReport, WeightReceipt, WeightReceiver, WeightUpdate, check_receipt, publish_weights
+from rl_core.weights import (
+    PublishReport,
+    RoutedScores,
+    WeightReceipt,
+    WeightReceiver,
+    WeightUpdate,
+    check_receipt,
+    publish_weights,
+)
 from rl_rollout.engines.replicas.replica import FROM_DISK, Published, Replica
 from rl_rollout.engines.waiting import Changes
 
@@ -20,6 +28,8 @@ GONE = (WeightProofError, WeightsGoneError)
 log = structlog.get_logger(__name__)
 
 TICK_S = 0.02
+WORST = ("probe_max_diff", "canary_max_diff", "update_s", "proof_s", "drain_s", "stall_s")
+"""Of a publication, what the replica says that is worst off."""
 NEWS_DEADLINE_S = 600.0
 """Longest wait of an engine whose weights are gone for the next publication."""
 
@@ -207,6 +217,14 @@ class ReplicaWeights:
                 self._changes.announce()
 
 
+def joined_report(reports: Sequence[PublishReport]) -> PublishReport:
+    """Of a publication, from what each replica says."""
+    told = tuple(scores for report in reports for scores in report.canary_scores)
+    return replace(
+        reports[0], canary_scores=told, **{name: max(getattr(one, name) for one in reports) for name in WORST}
+    )
+
+
 class _Taking:
     """A replica while it takes weights: what it serves is not known before they are proven."""
 
@@ -220,3 +238,6 @@ class _Taking:
 
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         return await self._receiver.score(sequences)
+
+    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
+        return await self._receiver.score_with_experts(sequences)

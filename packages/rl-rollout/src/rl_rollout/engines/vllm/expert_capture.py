@@ -22,6 +22,9 @@ from rl_core.data import ExpertArray
 from rl_core.errors import EngineError
 from rl_rollout.engines.vllm.prompt_sharing import BlockCopies
 
+WITH_EXPERTS = "with_experts"
+"""Of the extra arguments of a sequence to score: whether its experts are wanted."""
+
 
 class KeptRows(NamedTuple):
     """Rows of one request.
@@ -134,8 +137,9 @@ class ExpertRows:
     def request_finished(self, request: Request) -> None:
         """A request is about to lose its blocks; called by vLLM."""
         start, stop = self._num_known.get(request.request_id, 0), request.num_computed_tokens
-        is_scored = request.sampling_params.prompt_logprobs is not None
-        if is_scored or not request.num_output_tokens or start >= stop:
+        params = request.sampling_params
+        is_left_out = params.prompt_logprobs is not None and not (params.extra_args or {}).get(WITH_EXPERTS)
+        if is_left_out or not request.num_output_tokens or start >= stop:
             return  # what was computed before a token was sampled will be computed again
         blocks = self._blocks(request.request_id)[self._group]
         self._to_ask.append(KeptRows(request.request_id, blocks, start, stop))

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from rl_core.data import FloatArray
 from rl_core.weights import probe_tensor, probe_vector
-from rl_rollout.engines.vllm.mixtures import ExpertPart, expert_parts
+from rl_rollout.engines.vllm.mixtures import ExpertPart, bias_parts, served_experts
 
 LiveParts = dict[str, "list[LivePart]"]
 """What one rank serves of each tensor, by name."""
@@ -93,7 +94,13 @@ def _named_parts(model: torch.nn.Module, packed: Mapping[str, list[str]]) -> Ite
         elif isinstance(module, VocabParallelEmbedding):
             yield f"{path}.weight", _vocabulary_part(module)
         elif isinstance(module, RoutedExperts):
-            yield from ((name, _expert_part(part)) for name, part in expert_parts(path, module))
+            yield from ((name, _expert_part(part, values)) for name, part, values in served_experts(path, module))
+        elif isinstance(module, MoERunner):
+            for name, bias in bias_parts(path, module):
+                values = probe_tensor(bias.read())
+                if not bias.is_expected(bias.read()):
+                    values.fill(np.nan)
+                yield name, LivePart(values=values, start=0, num_rows=len(values))
         else:
             for name, parameter in module.named_parameters(prefix=path, recurse=False):
                 probe = probe_tensor(parameter)
@@ -168,17 +175,12 @@ def _vocabulary_part(module: VocabParallelEmbedding) -> LivePart:
     return LivePart(values=rows, start=indices.org_vocab_start_index, num_rows=module.org_vocab_size)
 
 
-def _expert_part(part: ExpertPart) -> LivePart:
-    """This rank's part of an expert's tensor as it was read back; no numbers, unless it is what arrived bit for bit."""
-    tensor, config = part.read(), part.layer.moe_config
-    size, start = tensor.shape[part.dim], config.tp_rank * tensor.shape[part.dim]
-    vector = probe_vector(size * config.tp_size)[start:][:size] if part.dim else probe_vector(tensor.shape[1])
-    values = (tensor.float() @ vector.to(tensor.device)).cpu().numpy()
-    if not part.is_expected(tensor):
-        values.fill(np.nan)
+def _expert_part(part: ExpertPart, values: FloatArray) -> LivePart:
+    """This rank's part of an expert's tensor; no numbers, unless it serves what arrived."""
+    config = part.layer.moe_config
     if part.dim:
         return LivePart(values=values, start=0, num_rows=len(values), is_summand=config.tp_size > 1)
-    return LivePart(values=values, start=start, num_rows=size * config.tp_size)
+    return LivePart(values=values, start=config.tp_rank * len(values), num_rows=len(values) * config.tp_size)
 
 
 def _apply(module: Any, first: int, last: int, num_inputs: int) -> torch.Tensor:

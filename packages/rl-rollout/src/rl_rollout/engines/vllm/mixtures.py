@@ -2,28 +2,39 @@
 
 A layer keeps all of its experts in two tensors. On CPUs these are padded and packed for the kernel, and the originals
 are dropped. Packing moves elements and computes nothing: an index that is packed alike says where each came from.
+Experts of other kernels are asked what they compute (`expert_probes.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from ctypes import CDLL
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from vllm import __version__ as vllm_version
 from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.platforms import current_platform
 
+from rl_core.data import FloatArray
 from rl_core.errors import EngineError
-from rl_core.weights import tensor_crc32c
+from rl_core.weights import probe_vector, tensor_crc32c
+from rl_rollout.engines.vllm.expert_probes import AskedExpert, ask_of, why_not_asked
 
+LIBC = CDLL(None)
 READABLE = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON)
 """Kernels whose layout is known: Triton takes experts as they were loaded."""
 
-_sums: "WeakKeyDictionary[torch.nn.Module, dict[tuple[int, str], int]]" = WeakKeyDictionary()
-"""Of each layer the crc32c of what it must hold after the last update, by expert and projection."""
+_sums: "WeakKeyDictionary[torch.nn.Module, dict[tuple[int, str] | None, int]]" = WeakKeyDictionary()
+"""Of each layer the crc32c of what it must hold after the last update, by expert and projection; None for its bias."""
+
+_asked: "WeakKeyDictionary[torch.nn.Module, dict[int, AskedExpert]]" = WeakKeyDictionary()
+"""Of each layer that cannot be read the experts that the last update brought."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,23 +74,90 @@ class ExpertPart:
         kernel = layer.quant_method.moe_kernel.fused_experts
         if layer.quant_method.unquantized_backend is not UnquantizedMoeBackend.CPU or kernel._use_zentorch:
             return weight[part]
-        return weight.take(_places(tuple(weight.shape), weight.dtype, kernel.isa)[part])
+        places = _places(tuple(weight.shape), weight.dtype, kernel.isa)[part]
+        return weight.flatten().index_select(0, places.flatten()).view(places.shape)
 
     def expect(self, tensor: torch.Tensor) -> None:
-        """Note what must be read later, when a whole tensor arrives."""
-        _sums.setdefault(self.layer, {})[self.expert, self.projection] = tensor_crc32c(self.of(tensor))
+        """Note what must be served later, when a whole tensor arrives."""
+        part = self.of(tensor)
+        if _is_readable(self.layer):
+            _sums.setdefault(self.layer, {})[self.expert, self.projection] = tensor_crc32c(part)
+            return
+        part = part.to(current_platform.device_type)  # while it is loaded, a layer is on none
+        expert = _asked.setdefault(self.layer, {}).setdefault(self.expert, AskedExpert())
+        expert.arrive(self.projection, part, self._probe(part), _projections(self.layer))
+
+    def read_probe(self) -> FloatArray:
+        """This rank's rows of the tensor's probe, as it was read; NaN unless it is what arrived, bit for bit."""
+        tensor = self.read()
+        is_expected = _sums.get(self.layer, {}).get((self.expert, self.projection)) == tensor_crc32c(tensor)
+        return self._probe(tensor) if is_expected else self.unlike()
+
+    def unlike(self) -> FloatArray:
+        """NaN for each of this rank's rows."""
+        config = self.layer.moe_config
+        size = config.hidden_dim_unpadded if self.dim else config.intermediate_size_per_partition_unpadded
+        return np.full(size, np.nan, np.float32)
+
+    def _probe(self, tensor: torch.Tensor) -> FloatArray:
+        config, size = self.layer.moe_config, tensor.shape[1]
+        whole = size * config.tp_size if self.dim else size
+        vector = probe_vector(whole)[config.tp_rank * size :][:size] if self.dim else probe_vector(whole)
+        return (tensor.float() @ vector.to(tensor.device)).cpu().numpy()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasPart:
+    """What the router of a layer adds to its scores to choose experts; every rank has all of it.
+
+    Attributes:
+        layer: vLLM's.
+    """
+
+    layer: Any
+
+    def read(self) -> torch.Tensor:
+        """[experts] float32: what the router has, whatever the gate has loaded."""
+        bias: torch.Tensor = self.layer.router.e_score_correction_bias
+        return bias.detach()
+
+    def expect(self, tensor: torch.Tensor) -> None:
+        """Note what must be read later, when a tensor arrives."""
+        _sums.setdefault(self.layer, {})[None] = tensor_crc32c(tensor.float())
 
     def is_expected(self, found: torch.Tensor) -> bool:
         """Whether what was read is what arrived, bit for bit."""
-        return _sums.get(self.layer, {}).get((self.expert, self.projection)) == tensor_crc32c(found)
+        return _sums.get(self.layer, {}).get(None) == tensor_crc32c(found.float())
+
+
+def bias_parts(path: str, layer: MoERunner) -> Iterator[tuple[str, BiasPart]]:
+    """The bias of a layer's router, where it has one, by the checkpoint's name."""
+    if getattr(layer.router, "e_score_correction_bias", None) is not None:
+        yield f"{path.rpartition('.')[0]}.gate.e_score_correction_bias", BiasPart(layer=layer)
 
 
 def expert_parts(path: str, layer: RoutedExperts) -> Iterator[tuple[str, ExpertPart]]:
     """All tensors of a layer's experts, by the checkpoint's names as the model's loader knows them."""
     prefix = path.removesuffix(".routed_experts")
     for expert in range(layer.local_num_experts):
-        for name in (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name):
+        for name in _projections(layer):
             yield f"{prefix}.{expert}.{name}.weight", ExpertPart(layer=layer, expert=expert, projection=name)
+
+
+def served_experts(path: str, layer: RoutedExperts) -> Iterator[tuple[str, ExpertPart, FloatArray]]:
+    """Each tensor of a layer's experts, with this rank's rows of its probe: NaN where it serves something else."""
+    is_readable, wrong = _is_readable(layer), set[str]()
+    first, *_, down = _projections(layer)
+    for name, part in expert_parts(path, layer):
+        if is_readable:
+            yield name, part, part.read_probe()
+            continue
+        expert = _asked.get(layer, {}).get(part.expert, AskedExpert())
+        if part.projection == first:  # one answer for the three of them
+            held = dict.fromkeys(_projections(layer), tensor_crc32c(layer.w13_weight[part.expert]))
+            held[down] = tensor_crc32c(layer.w2_weight[part.expert])
+            wrong = expert.wrong(ask_of(layer, part.expert), held)
+        yield name, part, part.unlike() if part.projection in wrong else expert.probes[part.projection]
 
 
 def before_reload(model: torch.nn.Module) -> None:
@@ -91,22 +169,36 @@ def before_reload(model: torch.nn.Module) -> None:
     for path, layer in _routed(model):
         method = layer.quant_method
         backend = getattr(method, "unquantized_backend", None)
-        if backend not in READABLE or not layer.moe_config.is_act_and_mul:
+        reason = None if _is_readable(layer) and layer.moe_config.is_act_and_mul else why_not_asked(layer)
+        if reason is not None:
             raise EngineError(
                 f"{path}: vLLM computes these experts with {backend or type(method).__name__}, from which weights "
-                "cannot be read back; an update would not be proven, and is refused. Serve the mixture on CPUs, or on "
-                "a GPU where vLLM takes its Triton kernel."
+                f"cannot be read back, and which {reason}; an update would not be proven, and is refused. Serve the "
+                "mixture on CPUs, or on a GPU where vLLM takes its Triton kernel."
             )
         if backend is UnquantizedMoeBackend.CPU and vllm_version.startswith("0.32."):
             method.moe_kernel = None
 
 
 def noted(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass an update's tensors on, and note what the experts among them must be afterwards."""
-    parts = {name: part for path, layer in _routed(model) for name, part in expert_parts(path, layer)}
-    vllm_name = loader_names(model)
+    """Pass an update's tensors on, and note what experts and biases among them must be afterwards.
+
+    What the allocator keeps of the first layer is given back: a layer needs its own size twice while vLLM loads it, and
+    with the rest of another that were more than a mixture of two layers. Later ones take over what is kept.
+    """
+    parts: dict[str, ExpertPart | BiasPart] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, RoutedExperts):
+            parts.update(expert_parts(path, layer))
+        elif isinstance(layer, MoERunner):
+            parts.update(bias_parts(path, layer))
+    vllm_name, layers = loader_names(model), set[int]()
     for name, tensor in tensors:
         if part := parts.get(vllm_name(name)):
+            if isinstance(part, ExpertPart):
+                if id(part.layer) not in layers and len(layers) == 1 and hasattr(LIBC, "malloc_trim"):
+                    LIBC.malloc_trim(0)
+                layers.add(id(part.layer))
             part.expect(tensor)
         yield name, tensor
 
@@ -119,18 +211,25 @@ def loader_names(model: torch.nn.Module) -> Callable[[str], str]:
     return lambda name: next(iter(mapper.apply_list([name])), name)
 
 
+def _is_readable(layer: Any) -> bool:
+    return getattr(layer.quant_method, "unquantized_backend", None) in READABLE
+
+
+def _projections(layer: Any) -> tuple[str, str, str]:
+    return layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
+
+
 def _routed(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     return ((path, module) for path, module in model.named_modules() if isinstance(module, RoutedExperts))
 
 
 @lru_cache(maxsize=2)
 def _places(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torch.Tensor:
-    """[out, in]: where packing puts each element."""
-    number = torch.arange(shape[0] * shape[1])
-    carrier = torch.int32 if dtype.itemsize == 4 else torch.int16
+    """[out, in] int32: where packing puts each element."""
+    number = torch.arange(shape[0] * shape[1], dtype=torch.int32)
+    carrier, mask = (torch.int32, -1) if dtype.itemsize == 4 else (torch.int16, 0xFFFF)
     packed = torch.zeros_like(number)
     for shift in range(0, 32, 8 * dtype.itemsize):  # a number travels in as many pieces as it needs
         piece = (number >> shift).to(carrier).view(dtype).view(1, *shape)
-        bits = cpu_prepack_moe_weight(piece, isa).view(carrier).flatten().long()
-        packed |= (bits & (2 ** (8 * dtype.itemsize) - 1)) << shift
-    return torch.empty_like(number).scatter_(0, packed, number).view(shape)
+        packed |= (cpu_prepack_moe_weight(piece, isa).view(carrier).flatten().int() & mask) << shift
+    return torch.empty_like(number).index_copy_(0, packed.long(), number).view(shape)

@@ -30,7 +30,7 @@ from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.protocol import EngineTraits, Structure, TokenScores
 from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.vllm.environment import unchanged_process
-from rl_rollout.engines.vllm.expert_capture import ExpertRows
+from rl_rollout.engines.vllm.expert_capture import WITH_EXPERTS, ExpertRows
 from rl_rollout.engines.vllm.live_weights import join_parts
 from rl_rollout.engines.vllm.structures import STRUCTURES, StructuredOutputs, constrain, failure_of
 from rl_rollout.engines.vllm.update import expected_probes, join_arrived, receive_request, update_shapes, workers_source
@@ -267,13 +267,19 @@ class VLLMStepper:
         sample.num_preempted = core_request.num_preemptions
         if sample.sampling is None:
             self._num_scoring_tokens -= len(sample.input_ids)
-        elif self._experts is not None:
+        if self._experts is not None and (sample.sampling is not None or sample.with_experts):
             sample.routed_experts = self._experts.pop(request_id, len(sample.input_ids) + len(sample.token_ids))
 
     def _sampling_params(self, sample: Sample) -> VLLMSamplingParams:
         sampling = sample.sampling
         if sampling is None:
-            return VLLMSamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=sample.top_k, detokenize=False)
+            return VLLMSamplingParams(
+                max_tokens=1,
+                temperature=0.0,
+                prompt_logprobs=sample.top_k,
+                detokenize=False,
+                extra_args={WITH_EXPERTS: True} if sample.with_experts else None,
+            )
         seed = sample.seed
         if self._is_cpu and seed is None:
             seed = int(self._seeds.integers(2**63))

@@ -115,7 +115,7 @@ def _row_seeds(runner: Any, num_rows: int) -> torch.Tensor:
     if num_rows != batch.num_reqs:
         raise RuntimeError(f"vLLM samples {num_rows} rows for {batch.num_reqs} requests; expected one a request.")
     extras = [runner.requests[request_id].sampling_params.extra_args for request_id in batch.req_ids]
-    seeds = np.array([extra["seed"] % 2**64 if extra else 0 for extra in extras], dtype=np.uint64)
+    seeds = np.array([(extra or {}).get("seed", 0) % 2**64 for extra in extras], dtype=np.uint64)
     positions = batch.num_tokens_no_spec[:num_rows] - batch.num_prompt_tokens[:num_rows]
     mixed = _splitmix64(_splitmix64(seeds) + positions.astype(np.uint64))
     return torch.from_numpy((mixed >> np.uint64(1)).astype(np.int64))

@@ -1,5 +1,7 @@
 """What tokens must be for a policy: checked once by the caller, before ranks compute with them."""
 
+import itertools
+
 import numpy as np
 
 from rl_core.data import Batch, Ragged
@@ -9,7 +11,7 @@ from rl_distill.prefixes import ROUTED_EXPERTS
 
 
 def check_tokens(batch: Batch, config: PolicyConfig) -> None:
-    """Refuse tokens outside the vocabulary, and chosen experts that the policy has not.
+    """Refuse tokens outside the vocabulary, and experts that are repeated, partly unknown, or not the policy's.
 
     Raises:
         ShapeError: Names the row, what was found, and what would do.
@@ -35,12 +37,20 @@ def _check_experts(chosen: Ragged, config: PolicyConfig) -> None:
             f"routed_experts must have {list(wanted)} (layers, top_k) for each token, as this policy has; found "
             f"{list(chosen.values.shape[1:])}."
         )
-    is_outside = chosen.values >= config.mixture.num_experts
-    if is_outside.any():
-        place = int(np.argwhere(is_outside)[0][0])
+    top_k, last = config.mixture.top_k, config.mixture.num_experts - 1
+    by_choice = np.ascontiguousarray(np.moveaxis(chosen.values, -1, 0))
+    is_wrong = ((by_choice < 0) | (by_choice > last)).any(0)
+    for one, other in itertools.combinations(by_choice, 2):
+        is_wrong |= one == other
+    is_wrong &= ~(by_choice == -1).all(0)
+    if is_wrong.any():
+        place, layer = (int(index) for index in np.argwhere(is_wrong)[0])
+        row = _row_of(chosen, place)
+        where = f"row {row}, token {place - int(chosen.offsets[row])}, layer {layer}"
         raise ShapeError(
-            f"routed_experts must be below {config.mixture.num_experts}, or -1 where nothing is known; row "
-            f"{_row_of(chosen, place)} has {int(chosen.values[is_outside][0])}."
+            f"routed_experts must be {top_k} different experts from 0 to {last} for each token and layer, or -1 "
+            f"throughout where nothing is known; {where} has {chosen.values[place, layer].tolist()}. Did an engine "
+            "with this policy sample the row?"
         )
 
 

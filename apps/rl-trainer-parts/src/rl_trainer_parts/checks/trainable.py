@@ -1,0 +1,35 @@
+"""Whether the learners know the run's models, and can spread them as asked; others can only be evaluated."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rl_core.errors import DataError, SettingsError
+from rl_distill import check_layout, check_ranks, parse_policy_config, read_policy_config
+from rl_trainer_parts.checks.model_folder import check_policy_folder
+from rl_trainer_parts.learning.start_learners import needs_critic
+from rl_trainer_parts.settings.schema import Settings
+
+
+def trainable_problems(settings: Settings) -> Iterator[str]:
+    """What is wrong with the policy, and with a critic of its own, beyond what other checks say of their folders."""
+    yield from _problems(settings, settings.policy.path, "policy.path")
+    if needs_critic(settings) and settings.critic.path not in (None, settings.policy.path):
+        yield from _problems(settings, settings.critic.path, "critic.path")
+
+
+def _problems(settings: Settings, folder: Path, setting: str) -> Iterator[str]:
+    if any(check_policy_folder(folder, setting=setting, needs_tokenizer=False)):
+        return
+    try:
+        config = parse_policy_config(read_policy_config(folder))
+    except (SettingsError, DataError) as error:
+        yield f"{setting}: {error}"
+        return
+    try:
+        check_ranks(settings.parallel)
+    except SettingsError:  # said with the other values
+        return
+    try:
+        check_layout(settings.parallel, config)
+    except SettingsError as error:
+        yield from (f"parallel.{line} (That is for {setting}, {folder}.)" for line in str(error).splitlines())

@@ -1,0 +1,36 @@
+"""What replaying the engine's experts does to the mismatch of engine and learner, measured on a sample."""
+
+import numpy as np
+
+from rl_core import Batch
+from rl_metrics.reductions import Recorder
+from rl_trainer_parts.learning.parts import LearningParts
+from rl_trainer_parts.learning.updates import without_experts
+from rl_trainer_parts.reporting.step_metrics import has_distributions
+
+
+def record_replay(parts: LearningParts, rows: Batch, recorder: Recorder, *, step: int) -> None:
+    """Record the mismatch with and without replay, where the step is due; nothing else changes.
+
+    Args:
+        parts: Of the run.
+        rows: Of the step, before its update; with `routed_experts` where the policy is a mixture that replays.
+        recorder: Of the step.
+        step: Its number, from 1.
+    """
+    settings = parts.settings
+    count = min(settings.metrics.replay_rows, len(rows))
+    if not count or "routed_experts" not in rows or not has_distributions(settings, step):
+        return
+    sample = rows.select(np.unique(np.linspace(0, len(rows) - 1, count).astype(np.int64)))  # spread over the groups
+    mask = sample.ragged("loss_mask").values
+    if not mask.any():
+        return
+    rollout = sample.ragged("rollout_logprobs").values[mask].astype(np.float64)
+    with recorder.timer("replay_mismatch"):
+        for name, batch in (("replay", sample), ("no_replay", without_experts(sample))):
+            found = parts.learners.policy.logprobs(batch, temperature=settings.rollout.temperature)
+            log_ratio = found.values[mask] - rollout
+            with np.errstate(over="ignore"):
+                recorder.record(f"router/k3_kl/{name}", float((np.expm1(log_ratio) - log_ratio).mean()))
+            recorder.record(f"router/logprobs_diff_mean/{name}", float(np.abs(log_ratio).mean()))

@@ -1,0 +1,169 @@
+"""The experts of one layer of a mixture, forward and backward, as the learner computes them and in other ways.
+
+Every way has the same tokens, weights and products, and ends with the weights' gradients in megatron's float32 buffer.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from megatron.core import tensor_parallel
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from torch import Tensor
+
+from rl_distill.learners import chosen_products
+from rl_distill.megatron.experts import Experts
+from rl_distill.megatron.model_spec import transformer_config
+from rl_distill.megatron.swiglu import SwiGLU
+from rl_distill.policy_config import parse_policy_config
+from rl_distill.products import computing_with, has_onednn
+
+OURS = "ours"
+TOLERANCE = 1e-4
+"""Relative, of the norm of outputs and all gradients."""
+WANTED = 1.0
+"""Least ratio of the best other way's time to ours, in the median round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of a layer; a token has `top_k` rows."""
+
+    num_experts: int = 64
+    hidden_size: int = 512
+    ffn_hidden_size: int = 256
+    top_k: int = 8
+    num_tokens: int = 2048
+
+
+TINY = Sizes(num_experts=4, hidden_size=32, ffn_hidden_size=16, top_k=2, num_tokens=64)
+SIZES = {"tiny": (TINY,), "8m": (Sizes(), Sizes(num_tokens=256))}
+"""By the preset of the learner benchmark, where that is one for a CPU."""
+
+
+def measure(sizes: Sizes, *, rounds: int) -> dict[str, Any]:
+    """Processor milliseconds of each way in turns, after a warm-up; who begins changes from round to round.
+
+    Raises:
+        ValueError: A way computes something else than another.
+    """
+    layer, chosen = _Layer(sizes), chosen_products("auto")
+    ways = {OURS: (layer.ours, chosen), "in_turn_mkl": (layer.in_turn, "torch"), "grouped": (layer.grouped, "torch")}
+    if has_onednn():
+        ways["in_turn_onednn"] = (layer.in_turn, "onednn")
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        norms = {}
+        for way, (compute, products) in list(ways.items())[:: 1 if number % 2 else -1]:
+            taken, norms[way] = layer.step(compute, products)
+            seconds[way] += [taken] if number else []
+        if max(norms.values()) > (1 + TOLERANCE) * min(norms.values()):
+            raise ValueError(f"all ways must compute the same; norms of outputs and gradients are {norms}")
+    middle = {way: median(of) for way, of in seconds.items()}
+    best = min((way for way in ways if way != OURS), key=middle.__getitem__)
+    ratios = [other / own for other, own in zip(seconds[best], seconds[OURS], strict=True)]
+    return {
+        **asdict(sizes),
+        "products": chosen,
+        "ways": {
+            way: {"ms": round(of * 1e3, 2), "gflops_per_s": round(layer.flops / of / 1e9, 1)}
+            for way, of in middle.items()
+        },
+        "best_other": best,
+        "ratio": round(median(ratios), 3),
+        "ratio_of_rounds": [round(ratio, 3) for ratio in ratios],
+        "wanted": WANTED,
+        "is_met": median(ratios) >= WANTED,
+    }
+
+
+class _Layer:
+    """Experts with random weights, and rows of tokens for them: some experts have several times as many as others."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        random = torch.Generator().manual_seed(0)
+        self.experts = _experts(sizes)
+        for parameter in self.experts.parameters():
+            parameter.data.normal_(0, 0.05, generator=random)
+            parameter.main_grad = torch.zeros_like(parameter)
+        names = ("linear_fc1", "linear_fc2")
+        stacks = [torch.stack([getattr(one, name).weight for one in self.experts.local_experts]) for name in names]
+        self.stacks = [stack.detach().requires_grad_() for stack in stacks]
+        for stack in self.stacks:
+            stack.main_grad = torch.zeros_like(stack)
+        likely = 0.2 + torch.rand(sizes.num_experts, generator=random)
+        chosen = torch.multinomial(likely.expand(sizes.num_tokens, -1), sizes.top_k, generator=random)
+        self.counts = torch.bincount(chosen.flatten(), minlength=sizes.num_experts)
+        self.tokens, self.shares, self.grad = (
+            torch.rand(sizes.num_tokens * sizes.top_k, *width, generator=random)
+            for width in ((sizes.hidden_size,), (), (sizes.hidden_size,))
+        )
+        self.flops = 18.0 * len(self.tokens) * sizes.hidden_size * sizes.ffn_hidden_size
+        self.activation = SwiGLU(None)
+
+    def ours(self, tokens: Tensor, shares: Tensor) -> Tensor:
+        """As the learner."""
+        out: Tensor = self.experts(tokens, self.counts, shares)[0]
+        return out
+
+    def in_turn(self, tokens: Tensor, shares: Tensor) -> Tensor:
+        """As megatron's own module."""
+        out: Tensor = SequentialMLP.forward(self.experts, tokens, self.counts, shares)[0]
+        return out
+
+    def grouped(self, tokens: Tensor, shares: Tensor) -> Tensor:
+        """By two grouped products of weights that are stacked already."""
+        ends = self.counts.cumsum(0).int()
+        first, second = (stack.transpose(1, 2) for stack in self.stacks)
+        hidden = self.activation(F.grouped_mm(tokens, first, offs=ends)) * shares.unsqueeze(-1)
+        return F.grouped_mm(hidden, second, offs=ends)
+
+    def step(self, compute: Callable[[Tensor, Tensor], Tensor], products: str) -> tuple[float, float]:
+        """Seconds of the processor, and the norm of outputs and gradients."""
+        tokens, shares = (one.clone().requires_grad_() for one in (self.tokens, self.shares))
+        weights = [*self.experts.parameters(), *self.stacks]
+        for weight in weights:
+            weight.main_grad.zero_()
+        with computing_with(products):
+            start = time.process_time()
+            out = compute(tokens, shares)
+            out.backward(self.grad)
+            for weight in weights:  # as megatron's hook
+                if weight.grad is not None:
+                    weight.main_grad.add_(weight.grad)
+                    weight.grad = None
+            seconds = time.process_time() - start
+        parts = [out.detach(), tokens.grad, shares.grad, *(weight.main_grad for weight in weights)]
+        return seconds, math.hypot(*(float(part.double().norm()) for part in parts if part is not None))
+
+
+def _experts(sizes: Sizes) -> Experts:
+    policy = parse_policy_config(
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "vocab_size": 8,
+            "hidden_size": sizes.hidden_size,
+            "intermediate_size": sizes.ffn_hidden_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "max_position_embeddings": 8,
+            "rms_norm_eps": 1e-6,
+            "num_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.top_k,
+            "moe_intermediate_size": sizes.ffn_hidden_size,
+            "norm_topk_prob": True,
+        }
+    )
+    config = transformer_config(policy, dtype=torch.float32, init_method=lambda weight: weight)
+    linear = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
+    parts = MLPSubmodules(linear_fc1=linear[0], linear_fc2=linear[1], activation_func=SwiGLU)
+    return Experts(sizes.num_experts, config, parts, pg_collection=get_default_pg_collection())

@@ -1,0 +1,90 @@
+"""Which tensors a policy has by its config.json, and how many parameters they make; without torch."""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from rl_distill.policy_config import PolicyConfig
+
+Shape = tuple[int, ...]
+
+ROUTED = ".mlp.experts."
+"""In the names of the tensors of experts that a router chooses from."""
+
+
+class ParameterCounts(NamedTuple):
+    """How many parameters a policy has; a tied head counts once.
+
+    Attributes:
+        total: All of them.
+        active: Those that a token uses: of a mixture's experts only the chosen ones.
+        multiplied: Those of the active ones in the layers' matrices, with which a token is multiplied.
+    """
+
+    total: int
+    active: int
+    multiplied: int
+
+
+@lru_cache(maxsize=8)
+def count_parameters(config: PolicyConfig) -> ParameterCounts:
+    """Parameters of a policy."""
+    shapes, mixture = tensor_shapes(config), config.mixture
+    experts = sum(math.prod(shape) for name, shape in shapes.items() if ROUTED in name)
+    idle = 0 if mixture is None else experts // mixture.num_experts * (mixture.num_experts - mixture.top_k)
+    layers = (shape for name, shape in shapes.items() if name.startswith("model.layers.") and len(shape) > 1)
+    total, matrices = sum(map(math.prod, shapes.values())), sum(map(math.prod, layers))
+    return ParameterCounts(total, total - idle, matrices - idle)
+
+
+def tensor_shapes(config: PolicyConfig) -> dict[str, Shape]:
+    """Shape of every tensor of a policy by Hugging Face name; a tied head is left out."""
+    hidden = config.hidden_size
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for index in range(config.num_layers):
+        layer = {**_attention_shapes(config), **_feed_forward_shapes(config, index)}
+        shapes.update({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.is_tied:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def _attention_shapes(config: PolicyConfig) -> dict[str, Shape]:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    queries, keys = config.num_heads * head_dim, config.num_key_value_heads * head_dim
+    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
+    for letter, rows in (("q", queries), ("k", keys), ("v", keys)):
+        shapes[f"self_attn.{letter}_proj.weight"] = (rows, hidden)
+        if config.has_qkv_bias:
+            shapes[f"self_attn.{letter}_proj.bias"] = (rows,)
+    if config.has_qk_norm:
+        shapes.update({f"self_attn.{letter}_norm.weight": (head_dim,) for letter in "qk"})
+    shapes["self_attn.o_proj.weight"] = (hidden, queries)
+    shapes["post_attention_layernorm.weight"] = (hidden,)
+    return shapes
+
+
+def _feed_forward_shapes(config: PolicyConfig, layer: int) -> dict[str, Shape]:
+    hidden = config.hidden_size
+
+    def gated(prefix: str, ffn: int) -> dict[str, Shape]:
+        rows = {f"{prefix}.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
+        return {**rows, f"{prefix}.down_proj.weight": (hidden, ffn)}
+
+    mixture = config.mixture
+    if mixture is None or not config.is_mixture(layer):
+        return gated("mlp", config.ffn_hidden_size)
+    shapes: dict[str, Shape] = {"mlp.gate.weight": (mixture.num_experts, hidden)}
+    if mixture.sigmoid is not None:
+        shapes["mlp.gate.e_score_correction_bias"] = (mixture.num_experts,)
+    for expert in range(mixture.num_experts):
+        shapes.update(gated(f"mlp.experts.{expert}", mixture.ffn_hidden_size))
+    if mixture.shared_ffn_hidden_size:
+        shapes.update(gated("mlp.shared_experts", mixture.shared_ffn_hidden_size))
+    return shapes
+
+
+def is_trained(name: str) -> bool:
+    """Whether gradients change a tensor. Not a router's bias, which is float32 in a policy of any dtype."""
+    return not name.endswith(".e_score_correction_bias")

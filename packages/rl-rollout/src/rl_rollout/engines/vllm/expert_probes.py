@@ -1,0 +1,194 @@
+"""Experts of a kernel whose layout is unknown: each is asked alone, with forced ids, and answers for its three tensors.
+
+An expert gives down @ (silu(gate @ x) * (up @ x)). It is asked with each input alone, so that its answer holds a column
+of gate and of up, and with a few dense inputs. A wrong element of gate or up changes one answer of the first kind in
+all outputs, which are summed with random signs; one of down changes an output of each answer of the second kind. Either
+change is about 1 / sqrt(width) of the answer, which the kernel rounds: docs/decisions/0043-mixtures.md says what stays
+unseen.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import silu
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from rl_core.data import FloatArray
+from rl_core.weights import tensor_crc32c
+
+NUM_DENSE = 4
+"""Inputs that reach every element of down."""
+
+NUM_SUMS = 4
+"""Sums with random signs over the outputs of an answer: in one alone, a change may cancel out."""
+
+NOISE = 6.0
+"""Most standard roundings that an answer may be off; a kernel that rounds after each step stays below 3."""
+
+Ask = Callable[[torch.Tensor], torch.Tensor]
+"""[N, hidden] inputs in the engine's dtype, to the outputs of one expert."""
+
+
+class Answers(NamedTuple):
+    """What an expert says.
+
+    Attributes:
+        sums: [hidden, NUM_SUMS] to each input alone.
+        dense: [NUM_DENSE, hidden].
+    """
+
+    sums: torch.Tensor
+    dense: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedAnswers:
+    """What an expert must say, and how far rounding may take it from that.
+
+    Attributes:
+        step: Size of the inputs.
+        noise: Standard rounding of the products inside, of each answer.
+    """
+
+    step: float
+    answers: Answers
+    noise: Answers
+    dtype: torch.dtype
+
+    def matches(self, ask: Ask) -> bool:
+        """Whether an expert says this."""
+        inputs, signs = _questions(self.answers.dense.shape[1], self.dtype, self.answers.sums.device)
+        outputs = ask(inputs * self.step).float()
+        alone, dense = outputs[:-NUM_DENSE], outputs[-NUM_DENSE:]
+        found = Answers(alone @ signs.T, dense)
+        tiny, unit = torch.finfo(self.dtype).smallest_normal, torch.finfo(self.dtype).eps / 2
+        own = Answers(alone.norm(dim=1, keepdim=True), dense)  # rounded once more as it is
+        return all(
+            bool(((live - expected).abs() <= NOISE * (noise + unit * last.abs().clamp(min=tiny))).all())
+            for live, expected, noise, last in zip(found, self.answers, self.noise, own, strict=True)
+        )
+
+
+def expected_answers(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> ExpectedAnswers:
+    """What an expert says that serves these tensors, a rank's part of them or whole.
+
+    Args:
+        gate: [width, hidden], in the engine's dtype.
+        up: As gate.
+        down: [hidden, width].
+    """
+    dtype = gate.dtype
+    inputs, signs = _questions(gate.shape[1], dtype, gate.device)
+    gate, up, down = gate.float(), up.float(), down.float()
+    size = gate.square().mean().sqrt().log2().nan_to_num(0, 0, 0)
+    step = 2.0 ** -round(float(size))  # silu bends where gate's outputs are about 1
+    dense_inputs = inputs[-NUM_DENSE:].float() * step
+    inner = torch.cat([silu(gate.T * step) * (up.T * step), silu(dense_inputs @ gate.T) * (dense_inputs @ up.T)])
+    mixed = signs @ down
+    limits = torch.finfo(dtype)
+    unit = limits.eps / 2 + 2**-24 * math.sqrt(max(gate.shape))  # sums are kept in float32
+    alone, dense = inner[:-NUM_DENSE], inner[-NUM_DENSE:]
+    spread = inner.abs().clamp(min=limits.smallest_normal).square()
+    return ExpectedAnswers(
+        step=step,
+        answers=Answers(alone @ mixed.T, dense @ down.T),
+        noise=Answers(
+            (spread[:-NUM_DENSE] @ mixed.square().T).sqrt() * unit,
+            (spread[-NUM_DENSE:] @ down.square().T).sqrt() * unit,
+        ),
+        dtype=dtype,
+    )
+
+
+class AskedExpert:
+    """One rank's part of an expert that is asked: what arrived of it, and what the kernel held at the last proof.
+
+    Attributes:
+        probes: This rank's rows of each tensor's probe, as the tensors arrived.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self.probes: dict[str, FloatArray] = {}
+        self._parts: dict[str, torch.Tensor] = {}
+        self._sums: dict[str, int] = {}
+        self._expected: ExpectedAnswers | None = None
+        self._proven: dict[str, tuple[int, int]] = {}
+
+    def arrive(self, projection: str, part: torch.Tensor, probe: FloatArray, order: Sequence[str]) -> None:
+        """Take one of its tensors; kept until the others are there.
+
+        Args:
+            projection: Its name in the checkpoint.
+            part: This rank's, in the engine's dtype, on the engine's device.
+            probe: This rank's rows of its probe.
+            order: Names of gate, up and down.
+        """
+        self.probes[projection], self._sums[projection] = probe, tensor_crc32c(part)
+        self._parts[projection] = part
+        if len(self._parts) == len(order):
+            self._expected = expected_answers(*(self._parts.pop(name) for name in order))
+
+    def wrong(self, ask: Ask, held: Mapping[str, int]) -> set[str]:
+        """Names of its tensors that the live expert does not serve; all, where it says something else than it must.
+
+        A matrix whose bits are those of the last proof, while another tensor has arrived, is stale, however little the
+        two differ.
+
+        Args:
+            ask: Of the live expert.
+            held: By tensor the checksum of the matrix that the kernel keeps it in, in whatever layout.
+        """
+        if self._expected is None or not self._expected.matches(ask):
+            return set(held)
+        pairs = {name: (self._sums[name], held[name]) for name in held}
+        stale = {
+            name for name, (arrived, kept) in self._proven.items() if kept == held[name] and arrived != self._sums[name]
+        }
+        self._proven |= {name: pair for name, pair in pairs.items() if name not in stale}
+        return stale
+
+
+def why_not_asked(layer: Any) -> str | None:
+    """What keeps a layer's experts from being asked one by one; None where nothing does."""
+    method = layer.quant_method
+    if not isinstance(method, UnquantizedFusedMoEMethod):
+        return "is not known to take updates"
+    if method.unquantized_backend is UnquantizedMoeBackend.MOONEP:
+        return "cannot load weights again"
+    if method.moe_kernel is None or method.is_monolithic:
+        return "chooses experts itself, so that none can be asked alone"
+    if layer.activation is not MoEActivation.SILU or method.moe.has_bias:
+        return f"computes more than products and silu: {layer.activation}, or biases"
+    return None
+
+
+def ask_of(layer: Any, expert: int) -> Ask:
+    """How one expert of a live layer is asked: by its kernel, in steps that are no larger than the engine's."""
+    config, method = layer.moe_config, layer.quant_method
+
+    def ask(inputs: torch.Tensor) -> torch.Tensor:
+        padded = torch.nn.functional.pad(inputs, (0, config.hidden_dim - inputs.shape[1]))
+        outputs = []
+        for part in torch.split(padded, config.max_num_tokens):
+            ids = torch.full((len(part), 1), expert, device=part.device, dtype=method.topk_indices_dtype or torch.int32)
+            weights = torch.ones(ids.shape, device=part.device)
+            outputs.append(method.apply(layer, part, weights, ids, None, None)[:, : inputs.shape[1]].clone())
+        return torch.cat(outputs)
+
+    return ask
+
+
+@lru_cache(maxsize=2)
+def _questions(hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """[hidden + NUM_DENSE, hidden] inputs, and [NUM_SUMS, hidden] signs."""
+    generator = torch.Generator().manual_seed(hidden)
+    dense = torch.randn(NUM_DENSE, hidden, generator=generator) / math.sqrt(hidden)
+    signs = torch.randint(2, (NUM_SUMS, hidden), generator=generator) * 2.0 - 1
+    return torch.cat([torch.eye(hidden), dense]).to(device, dtype), signs.to(device)
