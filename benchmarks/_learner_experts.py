@@ -97,7 +97,7 @@ class _Layer:
         stacks = [torch.stack([getattr(one, name).weight for one in self.experts.local_experts]) for name in names]
         self.stacks = [stack.detach().requires_grad_() for stack in stacks]
         for stack in self.stacks:
-            stack.main_grad = torch.zeros_like(stack)
+            stack.main_grad = torch.zeros_like(stack)  # type: ignore[attr-defined] # megatron's
         likely = 0.2 + torch.rand(sizes.num_experts, generator=random)
         chosen = torch.multinomial(likely.expand(sizes.num_tokens, -1), sizes.top_k, generator=random)
         self.counts = torch.bincount(chosen.flatten(), minlength=sizes.num_experts)
@@ -134,7 +134,7 @@ class _Layer:
         with computing_with(products):
             start = time.process_time()
             out = compute(tokens, shares)
-            out.backward(self.grad)
+            torch.autograd.backward(out, self.grad)
             for weight in weights:  # as megatron's hook
                 if weight.grad is not None:
                     weight.main_grad.add_(weight.grad)

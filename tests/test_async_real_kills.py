@@ -1,5 +1,6 @@
 """`kill -9` in asynchronous runs with real engines and the Megatron learner: the outcome is the undisturbed one's."""
 
+import json
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from run_equality import differing_metrics, learnt, summary
 from tiny_run import PROMPTS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run
 from train_process import TrainProcess
 
+from rl_async_trainer.schedule.record import FILE as RECORD
 from rl_metrics.run_files.events import read_events
 
 pytestmark = pytest.mark.slow
@@ -62,6 +64,30 @@ def wait_for_lines(process: TrainProcess, run: TinyRun, count: int) -> None:
     process.wait_until(lambda: num_record_lines(run) >= count, f"{count} lines of the record")
 
 
+def stop_between_batches(process: TrainProcess, run: TinyRun, count: int) -> None:
+    """Stop the controller once so much is recorded, and not in the midst of groups that were generated together.
+
+    Groups of a batch that are generated again without the others have logprobs that differ in their last bits.
+    """
+
+    def has_stopped() -> bool:
+        if num_record_lines(run) < count:
+            return False
+        process.signal(signal.SIGSTOP)
+        started, settled = set[str](), set[str]()
+        for line in map(json.loads, (run.run_folder / RECORD).read_bytes().split(b"\n")[:-1]):
+            if line["what"] == "started":
+                started, settled = set(line["uids"]), set()
+            elif line["what"] == "settled":
+                settled.add(line["uid"])
+        if not settled or started <= settled:
+            return True
+        process.signal(signal.SIGCONT)
+        return False
+
+    process.wait_until(has_stopped, f"{count} lines of the record, between two batches")
+
+
 def kill_roles(process: TrainProcess, run: TinyRun, roles: Sequence[str], draw: random.Random) -> None:
     """Kill these, one after the other, some lines of the record apart, as soon as they have a process."""
     for role in roles:
@@ -88,7 +114,7 @@ def test_async_everything_killed_on_policy_and_resumed(undisturbed: TinyRun, run
     for attempt in range(2):
         words = ["--resume"] if attempt else []
         with async_training(run, *words, **IN_PROCESSES) as process:
-            wait_for_lines(process, run, num_record_lines(run) + draw.randint(3, 15))
+            stop_between_batches(process, run, num_record_lines(run) + draw.randint(3, 15))
             process.kill_all()
             assert process.leftovers() == []
     with async_training(run, "--resume", **IN_PROCESSES) as process:

@@ -9,7 +9,7 @@ from rl_async_trainer.settings import AsyncSettings
 from rl_core.cluster import Role, RoleRestartedError, SupervisedRole
 from rl_core.data import IntArray
 from rl_core.errors import RoleDiedError
-from rl_core.weights import PublishReport
+from rl_core.weights import ProofTolerances, PublishReport
 from rl_distill.learner_host import PackedWeights
 from rl_rollout.rollouter import Dispatch, GroupEvent, PolicyScores
 from rl_trainer_parts.learning.parts import proof_tolerances
@@ -23,9 +23,6 @@ class RollouterLink:
 
     When it died, whoever called it waits until it is there again; what it had under way is given back by `on_lost`
     before. What needs weights waits until they were published to it anew.
-
-    Attributes:
-        tolerances: How far an engine may be from the learner.
     """
 
     def __init__(
@@ -45,7 +42,11 @@ class RollouterLink:
         self._served = -1
         self._num_engines: int | None = None
         self._engine: str | None = None
-        self.tolerances = proof_tolerances(settings)
+
+    @property
+    def tolerances(self) -> ProofTolerances:
+        """How far an engine may be from the learner."""
+        return proof_tolerances(self._settings)
 
     @property
     def num_restarts(self) -> int:
