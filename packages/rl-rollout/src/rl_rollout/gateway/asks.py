@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import msgspec
+
 from rl_core.data import Json
 from rl_core.record_fields import record
 from rl_rollout.engines.protocol import NewTokens
@@ -39,6 +41,14 @@ class Ask:
     trains: bool = True
     idempotency_key: str | None = None
     retry_count: int = 0
+
+    @property
+    def num_chars(self) -> int:
+        """Of all that is to be encoded, about."""
+        texts = [
+            text for one in self.messages for text in (one.content, one.reasoning, *(c.arguments for c in one.calls))
+        ]
+        return sum(map(len, texts)) + len(msgspec.json.encode(self.tools))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 
 VLLM = "vllm:"
 KEPT_OVERHEADS = 4096
+MAX_CHARS_PER_TOKEN = 32
+"""Tokens of text have fewer by far; those of long runs of spaces alone have more."""
 
 
 @settings_record
@@ -166,21 +168,18 @@ class PolicyService:
         Raises:
             RefusedError: The chat template refuses it.
         """
+        self._check_length(ask)
         toolset = context_digests(ask.tools, ())[0]
         return len(_templated(lambda: self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset)))
 
     async def _answer(self, session: Session, ask: Ask, live: Live | None) -> Answer:
         with session.admit() as (number, name):
             self.counts["turns"] += 1
+            self._check_length(ask)
             request = self._placed(session, ask, number)
             room = self.engine.traits.max_model_len - len(request.input_ids)
             if room < 1:
-                raise RefusedError(
-                    f"the conversation has {len(request.input_ids)} tokens; this model's maximum context length is "
-                    f"{self.engine.traits.max_model_len} tokens. Shorten the messages.",
-                    param="messages",
-                    code="context_length_exceeded",
-                )
+                raise self._too_long(f"{len(request.input_ids)} tokens")
             self._check_means(ask)
             sampling, overridden = decide(
                 ask.wishes, session.sampling(number), decided_by=self.options.decided_by, room=room
@@ -208,6 +207,23 @@ class PolicyService:
                 num_prompt_tokens=len(request.input_ids),
                 overridden=overridden,
             )
+
+    def _check_length(self, ask: Ask) -> None:
+        """Refuse what would take the event loop long to encode, for nothing.
+
+        Raises:
+            RefusedError: It has too many characters for any context.
+        """
+        if ask.num_chars > MAX_CHARS_PER_TOKEN * self.engine.traits.max_model_len:
+            raise self._too_long(f"{ask.num_chars} characters")
+
+    def _too_long(self, size: str) -> RefusedError:
+        return RefusedError(
+            f"the conversation has {size}; this model's maximum context length is "
+            f"{self.engine.traits.max_model_len} tokens. Shorten the messages.",
+            param="messages",
+            code="context_length_exceeded",
+        )
 
     def _check_means(self, ask: Ask) -> None:
         """Refuse what the engine cannot do, or what cannot train.
