@@ -58,7 +58,8 @@ async def serve(given: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (given["files"], given["files"]))
     async with gateway_site(lambda heard: heard[-1] * 3, **given["options"]) as gateway:
         keys = [gateway.open("p", index).key for index in range(given["num_sessions"])]
-        print(json.dumps({"url": gateway.url, "keys": keys}), flush=True)
+        sys.stdout.write(json.dumps({"url": gateway.url, "keys": keys}) + "\n")
+        sys.stdout.flush()
         await asyncio.to_thread(sys.stdin.read)
 
 

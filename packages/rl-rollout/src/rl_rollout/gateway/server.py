@@ -50,8 +50,8 @@ class GatewayOptions:
         model: The policy's name; requests may name any model, and get this one.
         owner_key: Of the owner's routes; None makes one up.
         max_body_bytes: Longest request.
-        client_timeout_s: Longest time of receiving a request's head, of its body, and for which a client takes nothing of
-            its answer.
+        client_timeout_s: Longest time for a request's head, for its body, and for which a client takes nothing of its
+            answer.
         max_connections: At once; beyond, those close that have waited longest for a request. Half of `ulimit -n` is the
             most.
         max_sessions: Sessions that are open at once.
