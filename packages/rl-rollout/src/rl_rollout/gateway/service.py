@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 
 VLLM = "vllm:"
 KEPT_OVERHEADS = 4096
+FIRST_TOKEN_S = 5.0
+"""Longest time that a stream waits for its first token before it begins."""
 
 
 @settings_record
@@ -116,19 +118,20 @@ class PolicyService:
     async def begin(self, session: Session, ask: Ask) -> Live:
         """Begin to answer a request, for a client that reads along; it is cancelled by its `answer`.
 
+        The engine gets a while for the first token: no SDK retries what fails once a stream has begun.
+
         Raises:
             RefusedError: It cannot be served; the message says why.
         """
         live = Live()
         live.answer = asyncio.ensure_future(self.answer(session, ask, live))
-        begun = asyncio.ensure_future(live.news.wait())
         try:
-            await asyncio.wait({live.answer, begun}, return_when=asyncio.FIRST_COMPLETED)
+            await live.changes()
+            live.news.clear()
+            await live.changes(within_s=FIRST_TOKEN_S)
         except asyncio.CancelledError:
             live.answer.cancel()
             raise
-        finally:
-            begun.cancel()
         if live.answer.done():
             answer = live.answer.result()
             live.begin(answer.name, answer.num_prompt_tokens, answer.overridden)
