@@ -102,10 +102,10 @@ async def launch(
 async def _serve_inside(ours: socket.socket, serve: Serve) -> None:
     """Take the listening socket out of the program's network, and serve there."""
     loop = asyncio.get_running_loop()
-    readable = loop.create_future()
-    loop.add_reader(ours, lambda: readable.done() or readable.set_result(None))
+    readable = asyncio.Event()
+    loop.add_reader(ours, readable.set)
     try:
-        await readable
+        await readable.wait()
     finally:
         loop.remove_reader(ours)
     _, handles, _, _ = socket.recv_fds(ours, 1, 1)
