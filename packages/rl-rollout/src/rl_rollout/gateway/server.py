@@ -233,7 +233,7 @@ class Gateway:
         options = body.get("stream_options") or {}
         if not isinstance(options, dict):
             raise refused_field("stream_options", options, "an object")
-        live = await self.service.begin(session, ask)
+        live = await unless_gone(request, self.service.begin(session, ask))
         events = chat_stream(
             live,
             model=self.options.model,
@@ -247,7 +247,7 @@ class Gateway:
         if not body.get("stream"):
             answer = await unless_gone(request, self.service.answer(session, ask))
             return _json(messages_response(answer, model=self.options.model).model_dump_json(), answer)
-        live = await self.service.begin(session, ask)
+        live = await unless_gone(request, self.service.begin(session, ask))
         return _stream(messages_stream(live, model=self.options.model), live)
 
     async def _count_tokens(self, request: Request) -> Response:
