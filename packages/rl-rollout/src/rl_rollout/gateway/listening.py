@@ -76,7 +76,9 @@ class Listener:
             listening = socket.create_server((host, port), backlog=BACKLOG)
         except OSError as error:
             raise SettingsError(f"the gateway cannot listen on {host}:{port}: {error}.") from error
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it; asyncio sets it here not
+        listening.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+        )  # connections inherit it; asyncio sets it here not
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
         async with asyncio.timeout(START_DEADLINE_S):
             while not self._server.started:

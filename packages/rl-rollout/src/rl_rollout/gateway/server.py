@@ -11,7 +11,6 @@ from rl_core.errors import MissingExtraError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.gateway.asks import Answer, Ask, Live
-from rl_rollout.gateway.refusals import refused_field
 from rl_rollout.gateway.service import PolicyService, ServiceOptions
 from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
 from rl_rollout.loops.protocol import SessionResult
@@ -24,13 +23,15 @@ try:
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    from rl_rollout.gateway.anthropic_messages import messages_response, read_messages_request
-    from rl_rollout.gateway.chat_completions import chat_response, read_chat_request
+    from rl_rollout.gateway.anthropic_messages import AnthropicMessages, read_messages_request
+    from rl_rollout.gateway.chat_completions import ChatCompletions
+    from rl_rollout.gateway.completions import Completions
     from rl_rollout.gateway.listening import Listener
     from rl_rollout.gateway.metrics import metrics_text
     from rl_rollout.gateway.owner import OwnerRoutes
     from rl_rollout.gateway.requests import Api, BodyReader, Handler, InWordsOf, secret_of, unless_gone
-    from rl_rollout.gateway.streams import chat_stream, messages_stream
+    from rl_rollout.gateway.responses import Responses
+    from rl_rollout.gateway.streams import WireApi, events
 except ImportError as error:
     raise MissingExtraError(
         "the gateway needs Starlette, uvicorn, openai and anthropic. Install rl-rollout[gateway] as the README says."
@@ -184,8 +185,10 @@ class Gateway:
     def application(self) -> Starlette:
         """The routes, for a server of one's own."""
         agents: list[tuple[str, str, Api, Handler]] = [
-            ("POST", "/v1/chat/completions", "openai", self._chat),
-            ("POST", "/v1/messages", "anthropic", self._messages),
+            ("POST", "/v1/chat/completions", "openai", partial(self._answered, ChatCompletions)),
+            ("POST", "/v1/completions", "openai", partial(self._answered, Completions)),
+            ("POST", "/v1/messages", "anthropic", partial(self._answered, AnthropicMessages)),
+            ("POST", "/v1/responses", "openai", partial(self._answered, Responses)),
             ("POST", "/v1/messages/count_tokens", "anthropic", self._count_tokens),
             ("GET", "/v1/models", "openai", self._models),
             ("GET", "/v1/models/{model:path}", "openai", self._model),
@@ -216,42 +219,21 @@ class Gateway:
         await request.state.stack.enter_async_context(session.attend())
         return session
 
-    async def _asked(
-        self, request: Request, read: Callable[[Mapping[str, Json]], Ask]
-    ) -> tuple[Session, Mapping[str, Json], Ask]:
+    async def _answered(self, kind: Callable[[Mapping[str, Json], str], WireApi], request: Request) -> Response:
         session = await self._session(request)
         body = await self._bodies.read(request, session.session_id)
-        return session, body, _with_headers(read(body), request)
-
-    async def _chat(self, request: Request) -> Response:
-        session, body, ask = await self._asked(request, read_chat_request)
-        if not body.get("stream"):
+        api = kind(body, self.options.model)
+        ask, is_stream = _with_headers(api.ask, request), bool(body.get("stream"))
+        del body  # which is large, where it is
+        if not is_stream:
             answer = await unless_gone(request, self.service.answer(session, ask))
-            with_logprobs = bool(body.get("logprobs"))
-            whole = chat_response(answer, model=self.options.model, with_logprobs=with_logprobs)
-            return _json(whole.model_dump_json(exclude_unset=True), answer)
-        options = body.get("stream_options") or {}
-        if not isinstance(options, dict):
-            raise refused_field("stream_options", options, "an object")
+            return _json(api.whole(answer), answer)
         live = await unless_gone(request, self.service.begin(session, ask))
-        events = chat_stream(
-            live,
-            model=self.options.model,
-            num_choices=ask.num_choices,
-            with_usage=bool(options.get("include_usage")),
-        )
-        return _stream(events, live)
-
-    async def _messages(self, request: Request) -> Response:
-        session, body, ask = await self._asked(request, read_messages_request)
-        if not body.get("stream"):
-            answer = await unless_gone(request, self.service.answer(session, ask))
-            return _json(messages_response(answer, model=self.options.model).model_dump_json(), answer)
-        live = await unless_gone(request, self.service.begin(session, ask))
-        return _stream(messages_stream(live, model=self.options.model), live)
+        return _stream(events(live, api), live)
 
     async def _count_tokens(self, request: Request) -> Response:
-        _, _, ask = await self._asked(request, partial(read_messages_request, needs_limit=False))
+        session = await self._session(request)
+        ask = read_messages_request(await self._bodies.read(request, session.session_id), needs_limit=False)
         return JSONResponse({"input_tokens": self.service.num_input_tokens(ask)})
 
     async def _models(self, request: Request) -> Response:
