@@ -73,27 +73,30 @@ class Listener:
             SettingsError: The address cannot be listened on.
         """
         try:
-            listening = socket.create_server((host, port), backlog=BACKLOG)
+            self._listening = socket.create_server((host, port), backlog=BACKLOG)
         except OSError as error:
             raise SettingsError(f"the gateway cannot listen on {host}:{port}: {error}.") from error
-        listening.setsockopt(
+        self._listening.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-        )  # connections inherit it; asyncio sets it here not
-        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
+        )  # connections inherit it, asyncio does not
+        self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._listening]))
         async with asyncio.timeout(START_DEADLINE_S):
             while not self._server.started:
                 if self._serving.done():
                     self._serving.result()
                     raise NotReadyError("the gateway's server ended as it began.")
                 await asyncio.sleep(0.005)
-        return int(listening.getsockname()[1])
+        return int(self._listening.getsockname()[1])
 
     async def close(self) -> None:
         """Listen no longer; requests under way get some seconds. Can be called twice."""
         if self._serving is not None:
             self._server.should_exit = True
-            await self._serving
-            self._serving = None
+            try:
+                await self._serving
+            finally:
+                self._serving = None
+                self._listening.close()  # uvicorn does not, where its loop ends first
 
     async def _notified(self) -> None:
         now = asyncio.get_running_loop().time()

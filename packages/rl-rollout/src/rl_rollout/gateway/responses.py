@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from openai.types.responses import Response
 
@@ -30,6 +30,32 @@ TEXTS = {
     "refusal": "refusal",
 }
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+class Kind(NamedTuple):
+    """How an item of what is said is written.
+
+    Attributes:
+        prefix: Of its id.
+        part: Type of its text.
+        of_item: More of it.
+        of_part: More of its text.
+        of_event: More of the events of its text.
+    """
+
+    prefix: str
+    part: str
+    of_item: Mapping[str, Json]
+    of_part: Mapping[str, Json]
+    of_event: Mapping[str, Json]
+
+
+KINDS = {
+    "reasoning": Kind("rs", "reasoning_text", {"type": "reasoning", "summary": []}, {}, {}),
+    "content": Kind(
+        "msg", "output_text", {"type": "message", "role": "assistant"}, {"annotations": []}, {"logprobs": []}
+    ),
+}
 
 
 def read_responses_request(body: Mapping[str, Json]) -> Ask:
@@ -103,7 +129,7 @@ class Responses(OpenAIApi):
             yield self._item("added", _item(self._name, kind, None))
             yield self._part("content_part.added", part=_part(kind, ""))
         self._said += delta
-        yield self._part(f"{_part_type(kind)}.delta", delta=delta, **_logprobs(kind))
+        yield self._part(f"{KINDS[kind].part}.delta", delta=delta, **KINDS[kind].of_event)
 
     def end(self, answer: Answer) -> Iterable[str]:
         """The calls, and the whole response."""
@@ -130,7 +156,7 @@ class Responses(OpenAIApi):
         """End the item that is open."""
         kind, said = self._kind, self._said
         if kind:
-            yield self._part(f"{_part_type(kind)}.done", text=said, **_logprobs(kind))
+            yield self._part(f"{KINDS[kind].part}.done", text=said, **KINDS[kind].of_event)
             yield self._part("content_part.done", part=_part(kind, said))
             yield self._item("done", _item(self._name, kind, said))
         self._kind = self._said = ""
@@ -140,7 +166,8 @@ class Responses(OpenAIApi):
         return self._event(f"response.output_item.{what}", output_index=place, item=item)
 
     def _part(self, event: str, **fields: Json) -> str:
-        place = {"item_id": _item_id(self._name, self._kind), "output_index": self._num_items, "content_index": 0}
+        item_id = f"{KINDS[self._kind].prefix}_{self._name}"
+        place = {"item_id": item_id, "output_index": self._num_items, "content_index": 0}
         return self._event(f"response.{event}", **place, **fields)
 
     def _event(self, name: str, /, **fields: Json) -> str:
@@ -173,43 +200,19 @@ class Responses(OpenAIApi):
         return Response.model_validate(response).model_dump(mode="json", exclude_unset=True)
 
 
-def _item_id(name: str, kind: str) -> str:
-    return f"rs_{name}" if kind == "reasoning" else f"msg_{name}"
-
-
-def _part_type(kind: str) -> str:
-    return "reasoning_text" if kind == "reasoning" else "output_text"
-
-
-def _logprobs(kind: str) -> dict[str, Json]:
-    return {} if kind == "reasoning" else {"logprobs": []}
-
-
 def _part(kind: str, text: str) -> dict[str, Json]:
-    return {"type": _part_type(kind), "text": text, **({} if kind == "reasoning" else {"annotations": []})}
+    return {"type": KINDS[kind].part, "text": text, **KINDS[kind].of_part}
 
 
 def _item(name: str, kind: str, text: str | None) -> dict[str, Json]:
     """An item of reasoning or of a message; `text` is None while it is said."""
-    item = {
-        "id": _item_id(name, kind),
-        "status": "in_progress" if text is None else "completed",
-        "content": [] if text is None else [_part(kind, text)],
-    }
-    if kind == "reasoning":
-        return {**item, "type": "reasoning", "summary": []}
-    return {**item, "type": "message", "role": "assistant"}
+    status, content = ("in_progress", []) if text is None else ("completed", [_part(kind, text)])
+    return {"id": f"{KINDS[kind].prefix}_{name}", "status": status, "content": content, **KINDS[kind].of_item}
 
 
 def _call(call: Call) -> dict[str, Json]:
-    return {
-        "type": "function_call",
-        "id": f"fc_{call.call_id}",
-        "call_id": call.call_id,
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": "completed",
-    }
+    made = {"type": "function_call", "id": f"fc_{call.call_id}", "call_id": call.call_id, "status": "completed"}
+    return {**made, "name": call.name, "arguments": call.arguments}
 
 
 def _messages(given: Json) -> list[ChatMessage]:
