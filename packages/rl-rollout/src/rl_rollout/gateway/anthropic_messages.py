@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from anthropic.types import Message
 
@@ -52,15 +51,17 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
     if body.get("system"):
         system = _texts(body["system"], "system")
         messages.insert(0, ChatMessage(role="system", content=system))
+    choice = _choice(body)
+    is_free = choice.get("type") in ("auto", "none") and not choice.get("disable_parallel_tool_use")
     return Ask(
         messages=tuple(messages),
         tools=_tools(body),
-        may_call=_choice(body) == "auto",
+        may_call=choice.get("type") != "none",
         wishes=read_wishes(
             body,
             max_tokens="max_tokens",
             stop="stop_sequences",
-            without_effect=WITHOUT_EFFECT,
+            without_effect=WITHOUT_EFFECT if is_free else (*WITHOUT_EFFECT, "tool_choice"),
             schema=_schema(body),
         ),
     )
@@ -236,12 +237,12 @@ def _schema(body: Mapping[str, Json]) -> Json:
             raise refused_field("output_config", config, "an object")
 
 
-def _choice(body: Mapping[str, Json]) -> Any:
+def _choice(body: Mapping[str, Json]) -> Mapping[str, Json]:
+    """How the model may call; that it must, which tool, or one at a time, is reported as ignored."""
     choice = body.get("tool_choice") or {"type": "auto"}
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in ("auto", "none"):
-        raise refused_field("tool_choice.type", kind, '"auto" or "none": a model cannot be made to call a tool here')
-    return kind
+    if not isinstance(choice, dict) or choice.get("type") not in ("auto", "none", "any", "tool"):
+        raise refused_field("tool_choice", choice, 'an object of type "auto", "none", "any" or "tool"')
+    return choice
 
 
 def _tools(body: Mapping[str, Json]) -> tuple[Mapping[str, Json], ...]:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from rl_core.data import Json
 from rl_core.record_fields import record
@@ -83,6 +84,16 @@ class Live:
         self.overridden: Mapping[str, str] = {}
         self._streams: list[ReplyStream] = []
         self._pieces: list[tuple[int, str, str]] = []
+
+    async def changes(self, *, within_s: float | None = None) -> bool:
+        """Wait for news or for the answer; False where neither came in time."""
+        news = asyncio.ensure_future(self.news.wait())
+        either: set[asyncio.Future[Any]] = {self.answer, news}
+        try:
+            done, _ = await asyncio.wait(either, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
+        return bool(done)
 
     def begin(self, name: str, num_prompt_tokens: int, overridden: Mapping[str, str]) -> None:
         """The request is placed, and nothing refuses it."""

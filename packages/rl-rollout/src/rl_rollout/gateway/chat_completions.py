@@ -53,11 +53,13 @@ def read_chat_request(body: Mapping[str, Json]) -> Ask:
     if not isinstance(num_choices, int) or not 1 <= num_choices <= MAX_CHOICES:
         raise refused_field("n", num_choices, f"an integer from 1 to {MAX_CHOICES}")
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    choice = _choice(body)
+    ignored = WITHOUT_EFFECT if choice in ("auto", "none") else (*WITHOUT_EFFECT, "tool_choice")
     return Ask(
         messages=tuple(_message(one, f"messages[{index}]") for index, one in enumerate(messages)),
         tools=_tools(body),
-        may_call=(body.get("tool_choice") or "auto") == "auto",
-        wishes=read_wishes(body, max_tokens=limit, stop="stop", without_effect=WITHOUT_EFFECT, schema=_schema(body)),
+        may_call=choice != "none",
+        wishes=read_wishes(body, max_tokens=limit, stop="stop", without_effect=ignored, schema=_schema(body)),
         num_choices=num_choices,
     )
 
@@ -197,11 +199,17 @@ def _schema(body: Mapping[str, Json]) -> Json:
             )
 
 
+def _choice(body: Mapping[str, Json]) -> str:
+    """Whether the model may call; that it must, or which tool, is reported as ignored: frameworks often ask so."""
+    choice = body.get("tool_choice") or "auto"
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind not in ("auto", "none", "required", "function"):
+        raise refused_field("tool_choice", choice, '"auto", "none", "required" or a function')
+    return str(kind)
+
+
 def _tools(body: Mapping[str, Json]) -> tuple[Mapping[str, Json], ...]:
     tools = body.get("tools") or []
-    choice = body.get("tool_choice") or "auto"
-    if choice not in ("auto", "none"):
-        raise refused_field("tool_choice", choice, '"auto" or "none": a model cannot be made to call a tool here')
     if not isinstance(tools, list):
         raise refused_field("tools", tools, "a list of functions")
     for index, tool in enumerate(tools):

@@ -234,7 +234,7 @@ class Gateway:
         options = body.get("stream_options") or {}
         if not isinstance(options, dict):
             raise refused_field("stream_options", options, "an object")
-        live = await self.service.begin(session, ask)
+        live = await unless_gone(request, self.service.begin(session, ask))
         events = chat_stream(
             live,
             model=self.options.model,
@@ -251,7 +251,7 @@ class Gateway:
             answer = await unless_gone(request, self.service.answer(session, ask))
             whole = messages_response(answer, model=self.options.model)
             return _json(whole.model_dump_json(), answer.overridden, answer.deliver)
-        live = await self.service.begin(session, ask)
+        live = await unless_gone(request, self.service.begin(session, ask))
         return _stream(messages_stream(live, model=self.options.model), live)
 
     async def _count_tokens(self, request: Request) -> Response:

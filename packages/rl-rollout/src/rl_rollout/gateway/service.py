@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 
 VLLM = "vllm:"
 KEPT_OVERHEADS = 4096
+FIRST_TOKEN_S = 5.0
+"""Longest time that a stream waits for its first token before it begins."""
 
 
 @settings_record
@@ -116,19 +118,20 @@ class PolicyService:
     async def begin(self, session: Session, ask: Ask) -> Live:
         """Begin to answer a request, for a client that reads along; it is cancelled by its `answer`.
 
+        The engine gets a while for the first token: no SDK retries what fails once a stream has begun.
+
         Raises:
             RefusedError: It cannot be served; the message says why.
         """
         live = Live()
         live.answer = asyncio.ensure_future(self.answer(session, ask, live))
-        begun = asyncio.ensure_future(live.news.wait())
         try:
-            await asyncio.wait({live.answer, begun}, return_when=asyncio.FIRST_COMPLETED)
+            await live.changes()
+            live.news.clear()
+            await live.changes(within_s=FIRST_TOKEN_S)
         except asyncio.CancelledError:
             live.answer.cancel()
             raise
-        finally:
-            begun.cancel()
         if live.answer.done():
             answer = live.answer.result()
             live.begin(answer.name, answer.num_prompt_tokens, answer.overridden)
@@ -275,14 +278,15 @@ class PolicyService:
             ending.add_done_callback(self._ending.discard)
             raise
         except RLError as error:
-            session.faults[digest] = str(error)
+            session.note_fault(digest, str(error))
             self._count(session, "engine_errors")
             raise RefusedError(f"the engine cannot serve the request: {error}", kind="api_error") from error
         for generation in generations:
             if generation.finish_reason == "abort" or not len(generation.token_ids):
-                session.faults[digest] = f"the engine gave {len(generation.token_ids)} tokens and aborted"
+                reason = f"the engine gave {len(generation.token_ids)} tokens and aborted"
+                session.note_fault(digest, reason)
                 self._count(session, "abandoned_tokens", sum(len(one.token_ids) for one in generations))
-                raise RefusedError(session.faults[digest] + ".", kind="api_error")
+                raise RefusedError(f"{reason}.", kind="api_error")
         session.faults.pop(digest, None)
         return generations, time.perf_counter() - started_at
 

@@ -1,9 +1,7 @@
 """Answers as server-sent events."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
 
 from rl_rollout.gateway.anthropic_messages import BlockEvents, Event, end_events, message_id, start_event
 from rl_rollout.gateway.asks import Live
@@ -67,13 +65,7 @@ async def _pieces(live: Live) -> AsyncIterator[Piece | None]:
         live.news.clear()
         for piece in live.take():
             yield piece
-        news = asyncio.ensure_future(live.news.wait())
-        either: set[asyncio.Future[Any]] = {live.answer, news}
-        try:
-            done, _ = await asyncio.wait(either, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            news.cancel()
-        if not done:
+        if not await live.changes(within_s=PING_S):
             yield None
     for piece in live.take_rest(await live.answer):
         yield piece
