@@ -1,61 +1,19 @@
 """Agents as programs of their own, real processes all: what they get, how they end, what trains and what is left."""
 
 import asyncio
-import contextlib
 import os
 import re
 import shutil
 import tempfile
-import textwrap
 from pathlib import Path
 
 import pytest
-from chat_model import Speaker, chat_prompt, encode, in_turn, make_tokenizer, run_loop
+from agent_program import processes_with, run_agent, write_agent
+from chat_model import Speaker, chat_prompt, encode, make_tokenizer
 
 from rl_core.errors import EngineError, RolloutError, SettingsError
 from rl_rollout import RewardScorer, Rollout, SamplingParams, quick
-from rl_rollout.engines.protocol import EngineTraits
-from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.loops import resolve_loop
-
-ASK = """
-import json, os, sys, time, urllib.request
-def ask(*said):
-    roles = ["user", "assistant"] * len(said)
-    messages = [{"role": role, "content": text} for role, text in zip(roles, said)]
-    body = json.dumps({"model": "any", "messages": messages}).encode()
-    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=50) as answer:
-        return json.load(answer)["choices"][0]["message"]["content"]
-"""
-
-
-def write_agent(folder, source):
-    path = folder / "agent.py"
-    path.write_text(ASK + textwrap.dedent(source))
-    return ["python", str(path)]
-
-
-TRAITS = EngineTraits(name="scripted", max_model_len=4096, vocab_size=1 << 20)
-SAY = in_turn("one", "two", "three")
-
-
-def run_agent(command, *, say=SAY, script=None, prompt="1+2?", num_sessions=1, reward=None, **options):
-    """The sessions of one prompt, and what the reward function was given for them."""
-    tokenizer = make_tokenizer()
-    speaker = Speaker(tokenizer, lambda heard: say(heard) + "<|im_end|>")
-    if script is not None:
-        speaker.engine = ScriptedEngine(script, end_token_ids=[tokenizer.eos_token_id], traits=TRAITS)
-    given = []
-
-    def judge(one):
-        given.append(one)
-        return 1.0 if reward is None else reward(one)
-
-    loop = resolve_loop("agent", {"command": command, "time_limit_s": 60, **options})
-    (group,) = run_loop(loop, speaker, [chat_prompt(tokenizer, prompt)], num_sessions=num_sessions, reward=judge)
-    return group.sessions, given
 
 
 def test_an_agent_gets_its_prompt_and_its_turns_train(tmp_path):
@@ -126,16 +84,6 @@ def test_what_an_agent_does_to_itself_is_rewarded_with_its_trace(tmp_path, fault
     texts = tokenizer.decode([row.input_ids[row.loss_mask] for row in session.trajectories])
     assert texts == ["one"] * len(texts)
     assert session.trajectories[-1].extras["ended_by"] == ended[0]
-
-
-def processes_with(mark):
-    """Processes of the machine that have a text in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
 
 
 FORKS = """
@@ -236,4 +184,4 @@ def test_check_refuses_what_cannot_run(options, expected, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[1])
     with pytest.raises(SettingsError, match=re.escape(expected)):
         asyncio.run(resolve_loop("agent", options).check(make_tokenizer()))
-    assert asyncio.run(resolve_loop("agent", {"command": ["true"]}).check(make_tokenizer())) == ["agent: true"]
+    assert asyncio.run(resolve_loop("agent", {"command": ["true"]}).check(make_tokenizer())) == ["agent (unconfined): true"]

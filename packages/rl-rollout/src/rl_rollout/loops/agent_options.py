@@ -3,10 +3,36 @@
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
+from typing import Literal
 
 from rl_core.errors import SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.gateway import GatewayOptions, SessionLimits
+
+
+@settings_record
+class AgentSandbox:
+    """What an agent that nobody trusts may reach and take.
+
+    It writes its session's folder alone, and reads Python, the system's programs and `readable`.
+
+    Attributes:
+        network: "gateway" lets it reach nothing else; "allow" gives it this machine's network.
+        readable: More files and folders that it may read, such as that of its program.
+        memory_bytes: Resident memory of all its processes.
+        processes: Processes and threads at once.
+        file_bytes: Size of a file, and of all files in /tmp.
+        open_files: File descriptors of each process.
+        cpu_s: Processor seconds of each process.
+    """
+
+    network: Literal["gateway", "allow"] = "gateway"
+    readable: tuple[str, ...] = ()
+    memory_bytes: int = 4 << 30
+    processes: int = 256
+    file_bytes: int = 1 << 30
+    open_files: int = 1024
+    cpu_s: float = 3600.0
 
 
 @settings_record
@@ -23,6 +49,7 @@ class AgentOptions:
         time_limit_s: Seconds until everything is killed.
         max_output_bytes: Printed output after which everything is killed; the last 64 KiB are kept.
         max_concurrent: Agents at once; other sessions wait.
+        sandbox: Keeps the program in; None runs it with all that this user may do.
         limits: How far a session goes.
         gateway: How the gateway listens, and how it answers.
     """
@@ -34,6 +61,7 @@ class AgentOptions:
     time_limit_s: float = 600.0
     max_output_bytes: int = 1 << 26
     max_concurrent: int = 32
+    sandbox: AgentSandbox | None = None
     limits: SessionLimits = field(default_factory=SessionLimits)
     gateway: GatewayOptions = field(default_factory=GatewayOptions)
 
