@@ -138,6 +138,9 @@ class Gateway:
             listening = socket.create_server((options.host, options.port), backlog=2048)
         except OSError as error:
             raise SettingsError(f"the gateway cannot listen on {options.host}:{options.port}: {error}.") from error
+        listening.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+        )  # connections inherit it; asyncio sets it here not
         config = uvicorn.Config(
             self.application(),
             log_config=None,
