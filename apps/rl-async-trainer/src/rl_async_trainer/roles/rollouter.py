@@ -73,7 +73,8 @@ class Rollouter(BaseRollouter):
         self.refusals = make_refusals(settings)
         self.engine = self.make_engine()
         await start_within(self.engine, settings)
-        self.rollout = self.opened.enter_context(open_rollout(settings, tokenizer, self.engine))
+        opening = open_rollout(settings, tokenizer, self.engine, served=lambda: self.served_version)
+        self.rollout = self.opened.enter_context(opening)
         await self.rollout.start()
         self._replay = SkipCacheReplay(settings, tokenizer, say=self.say)
         self.stored = partial(self._stored, self._replay) if settings.skip.enabled else None
