@@ -5,16 +5,10 @@ import pytest
 from rl_metrics.definitions.table import DEFINITIONS
 from rl_metrics.reductions import summarize_gateway
 
-FIRST = {
-    "turns": 3,
-    "roots_first": 1,
-    "roots_system": 2,
-    "sampled_tokens": 60,
-    "untrained_tokens": 0,
-    "overhead_ms": [1.0],
-}
-SECOND = {"turns": 5, "roots_first": 1, "forks": 1, "sampled_tokens": 40, "untrained_tokens": 15, "abandoned_tokens": 7,
-          "retries": 2, "repeated": 2, "disconnected": 1, "probes": 1, "overridden": 5, "overhead_ms": [2.0, 3.0]}  # fmt: skip
+FIRST = {"turns": 3, "roots_first": 1, "roots_system": 2, "sampled_tokens": 60, "overhead_ms": [1.0]}
+EVENTS = {"retries": 2, "repeated": 2, "disconnected": 1, "probes": 1, "overridden": 5}
+TOKENS = {"sampled_tokens": 40, "untrained_tokens": 15, "abandoned_tokens": 7}
+SECOND = {"turns": 5, "roots_first": 1, "forks": 1, **TOKENS, **EVENTS, "overhead_ms": [2.0, 3.0]}
 
 
 def test_counts_are_summed_or_averaged_over_sessions():
