@@ -277,14 +277,15 @@ class PolicyService:
             ending.add_done_callback(self._ending.discard)
             raise
         except RLError as error:
-            session.faults[digest] = str(error)
+            session.note_fault(digest, str(error))
             self._count(session, "engine_errors")
             raise RefusedError(f"the engine cannot serve the request: {error}", kind="api_error") from error
         for generation in generations:
             if generation.finish_reason == "abort" or not len(generation.token_ids):
-                session.faults[digest] = f"the engine gave {len(generation.token_ids)} tokens and aborted"
+                reason = f"the engine gave {len(generation.token_ids)} tokens and aborted"
+                session.note_fault(digest, reason)
                 self._count(session, "abandoned_tokens", sum(len(one.token_ids) for one in generations))
-                raise RefusedError(session.faults[digest] + ".", kind="api_error")
+                raise RefusedError(f"{reason}.", kind="api_error")
         session.faults.pop(digest, None)
         return generations, time.perf_counter() - started_at
 

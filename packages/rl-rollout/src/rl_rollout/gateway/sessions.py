@@ -12,12 +12,13 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from rl_core.data import Json, Trajectory
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.tree import SessionTree
 from rl_rollout.loops.protocol import SessionResult
+from rl_rollout.rewards.outputs import shown_error
 
 if TYPE_CHECKING:
     import asyncio
@@ -130,6 +131,10 @@ class Session:
         self.running.add(name)
         try:
             yield number, name
+        except Exception as error:
+            if not isinstance(error, RLError):  # a fault of ours, which no agent answers for
+                self.note_fault(name.encode(), f"the gateway failed: {shown_error(error)}")
+            raise
         finally:
             self.running.discard(name)
 
@@ -138,6 +143,11 @@ class Session:
         self.answers[key] = answer
         while len(self.answers) > MAX_KEPT_ANSWERS:
             self.answers.pop(next(iter(self.answers)))
+
+    def note_fault(self, digest: bytes, reason: str) -> None:
+        """Remember a request that the engine failed; what the end of the session aborts is no fault."""
+        if not self.is_finished:
+            self.faults[digest] = reason
 
     def set_reward(self, reward: float, components: Mapping[str, float] | None = None) -> None:
         """Take the owner's reward; the last one counts.

@@ -19,7 +19,7 @@ from rl_core.registry import nearest_name
 from rl_rollout.rewards.code_tests import Case, Step, read_tests, same_output
 from rl_rollout.rewards.outputs import cut, shown
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
-from rl_rollout.rewards.sandbox import ProgramRun, Sandbox, SandboxLimits, SandboxOptions
+from rl_rollout.sandbox import ProgramRun, Sandbox, SandboxLimits, SandboxOptions
 
 log = structlog.get_logger(__name__)
 

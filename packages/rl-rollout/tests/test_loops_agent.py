@@ -1,0 +1,187 @@
+"""Agents as programs of their own, real processes all: what they get, how they end, what trains and what is left."""
+
+import asyncio
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from agent_program import processes_with, run_agent, write_agent
+from chat_model import Speaker, chat_prompt, encode, make_tokenizer
+
+from rl_core.errors import EngineError, RolloutError, SettingsError
+from rl_rollout import RewardScorer, Rollout, SamplingParams, quick
+from rl_rollout.loops import resolve_loop
+
+
+def test_an_agent_gets_its_prompt_and_its_turns_train(tmp_path):
+    (tmp_path / "template").mkdir()
+    (tmp_path / "template" / "notes.txt").write_text("as it was")
+    command = write_agent(
+        tmp_path,
+        """
+        shown = json.load(open(os.environ["RL_PROMPT_FILE"]))
+        assert shown["messages"] == [{"role": "user", "content": "1+2?"}] and shown["columns"] == {}
+        assert os.environ["RL_PROMPT"] == sys.stdin.read() == sys.argv[1] == shown["prompt"] == "1+2?"
+        assert os.environ["MY_URL"] == os.environ["ANTHROPIC_BASE_URL"] + "/v1" and "RL_SECRET" not in os.environ
+        first = ask("1+2?")
+        open("notes.txt", "a").write(", and " + first)
+        print(ask("1+2?", first, "sure?"))
+        """,
+    )
+    options = {"workspace": str(tmp_path / "template"), "env": {"MY_URL": "{base_url}/v1"}}
+    notes = []
+
+    def reward(one):
+        notes.append(Path(one.agent.workspace, "notes.txt").read_text())
+        return 0.5
+
+    sessions, given = run_agent([*command, "{prompt}"], num_sessions=2, reward=reward, **options)
+    for session in sessions:
+        assert session.failure is None
+        (row,) = session.trajectories
+        assert row.reward == 0.5
+        assert row.extras["turns"] == 2
+        assert (row.extras["ended_by"], row.extras["exit_code"]) == ("exited", 0)
+    assert [one.response_text for one in given] == ["two", "two"]
+    assert [one.agent.stdout for one in given] == ["two\n", "two\n"]
+    assert notes == ["as it was, and one"] * 2
+    assert (tmp_path / "template" / "notes.txt").read_text() == "as it was"
+    assert not any(Path(one.agent.workspace).exists() for one in given)
+
+
+FAULTS = {
+    "killed": ("ask('a'); os.kill(os.getpid(), 9)", ("exited", -9)),
+    "fails": ("ask('a'); sys.exit('no way')", ("exited", 1)),
+    "hangs": ("import signal; signal.signal(15, signal.SIG_IGN); ask('a'); time.sleep(1000)", ("wall_time", None)),
+    "floods": (
+        "ask('a')\nwhile True: sys.stderr.write('y' * 65536); sys.stdout.write('y' * 65536); sys.stdout.flush()",
+        ("output", None),
+    ),
+    "hangs in a request": ("ask('a'); ask('slow')", ("wall_time", None)),
+    "closes its streams": ("ask('a'); [os.close(fd) for fd in (0, 1, 2)]; ask('a'); os._exit(3)", ("exited", 3)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_an_agent_does_to_itself_is_rewarded_with_its_trace(tmp_path, fault):
+    source, ended = FAULTS[fault]
+    options = {"time_limit_s": 3.0} if ended[0] == "wall_time" else {}
+
+    async def say(request, index):
+        (heard,) = tokenizer.decode([request.input_ids])
+        if "slow" in heard:
+            await asyncio.Event().wait()
+        return encode(tokenizer, "one<|im_end|>").tolist()
+
+    tokenizer = make_tokenizer()
+    (session,), (given,) = run_agent(write_agent(tmp_path, source), script=say, max_output_bytes=1 << 20, **options)
+    assert session.failure is None
+    assert (given.agent.ended, given.agent.exit_code) == ended
+    assert max(len(given.agent.stdout), len(given.agent.stderr)) <= 1 << 16
+    texts = tokenizer.decode([row.input_ids[row.loss_mask] for row in session.trajectories])
+    assert texts == ["one"] * len(texts)
+    assert session.trajectories[-1].extras["ended_by"] == ended[0]
+
+
+FORKS = """
+import subprocess
+for detached in (False, True):
+    sleeper = [sys.executable, "-c", "import time, os; os.fork(); time.sleep(1000)"]
+    subprocess.Popen(sleeper, start_new_session=detached, stdout=None if detached else subprocess.DEVNULL)
+ask("a")
+"""
+
+
+def test_nothing_that_an_agent_started_outlives_it(tmp_path):
+    mark = f"MARK_{os.urandom(8).hex()}"
+    (session,), _ = run_agent(write_agent(tmp_path, FORKS), env={mark: "1"})
+    assert session.failure is None
+    assert processes_with(mark) == []
+
+
+def test_a_rollout_that_is_cancelled_ends_every_agent_and_leaves_nothing(tmp_path, monkeypatch):
+    mark = f"MARK_{os.urandom(8).hex()}"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command = write_agent(tmp_path, FORKS + "time.sleep(1000)")
+    tokenizer = make_tokenizer()
+    speaker = Speaker(tokenizer, lambda heard: "one<|im_end|>")
+
+    async def cancelled():
+        await speaker.engine.start()
+        loop = resolve_loop("agent", {"command": command, "env": {mark: "1"}})
+        scorer = RewardScorer(quick(lambda given: 1.0))
+        rollout = Rollout(speaker.engine, loop, scorer=scorer, decode=tokenizer.decode, tokenizer=tokenizer)
+        prompt = chat_prompt(tokenizer, "1+2?")
+        running = asyncio.create_task(rollout.run([prompt], num_sessions=2, sampling=SamplingParams(max_tokens=99)))
+        async with asyncio.timeout(60):
+            while len(speaker.heard) < 2:
+                await asyncio.sleep(0.01)
+            assert len(processes_with(mark)) >= 2
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            rollout.close()
+            while processes_with(mark) or list(tmp_path.glob("rl-sandbox-*")):
+                await asyncio.sleep(0.01)
+
+    asyncio.run(cancelled())
+
+
+def test_what_is_not_an_agents_doing_fails_its_session(tmp_path):
+    (session,), given = run_agent(["python", "-c", "import sys; sys.exit('no model given')"])
+    assert session.failure == ("the agent got no answer of the policy: it exited with code 1; it said: no model given")
+    program = tmp_path / "program"
+    program.write_text("no program")
+    program.chmod(0o755)
+    (session,), _ = run_agent([str(program)])
+    assert session.failure.startswith(
+        "the agent's program cannot run: the sandbox could not be made: Exec format error"
+    )
+    (tmp_path / "template").mkdir()
+    (tmp_path / "template" / "socket").symlink_to("nowhere")
+    loop = resolve_loop("agent", {"command": ["true"], "workspace": str(tmp_path / "template")})
+    shutil.rmtree(tmp_path / "template")
+    with pytest.raises(RolloutError, match=r"workspace cannot be copied: cp: .*No such file"):
+        asyncio.run(loop._program._fill(tmp_path / "copy"))
+    assert given == []
+
+
+def test_an_engine_that_fails_is_no_reward_unless_a_retry_made_it_good(tmp_path):
+    def say(request, index):
+        asked.append(request)
+        if len(asked) in fails:
+            raise EngineError("out of memory")
+        return encode(make_tokenizer(), "one<|im_end|>").tolist()
+
+    source = "ask('a')\ntry: ask('b')\nexcept Exception: pass\nif len(sys.argv) > 1: ask('b')\n"
+    command = write_agent(tmp_path, source)
+    asked, fails = [], {2}
+    (session,), given = run_agent(command, script=say)
+    assert "out of memory" in session.failure
+    assert (len(session.trajectories), given) == (1, [])
+    asked, fails = [], {2}
+    (session,), given = run_agent([*command, "again"], script=say)
+    assert session.failure is None
+    assert len(session.trajectories) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"command": ["no-such-program-here"]}, "there is no program 'no-such-program-here' on the PATH"),
+        ({"command": ["python", "pyproject.toml"]}, 'Write "{cwd}/pyproject.toml"'),
+        ({"command": ["true"], "workspace": "/nowhere"}, "workspace of an agent must be a folder; found /nowhere"),
+        ({"command": []}, "an agent needs a command"),
+        ({"command": ["true"], "time_limit_s": 0}, "time_limit_s of an agent must be above 0"),
+        ({"command": ["true"], "gateway": {"service": {"decided_by": "client"}}}, 'must be "run"'),
+        ({"command": ["true"], "gateway": {"host": "192.0.2.1"}}, "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_check_refuses_what_cannot_run(options, expected, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    with pytest.raises(SettingsError, match=re.escape(expected)):
+        asyncio.run(resolve_loop("agent", options).check(make_tokenizer()))
+    assert asyncio.run(resolve_loop("agent", {"command": ["true"]}).check(make_tokenizer())) == ["agent (unconfined): true"]
