@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import httpx
 import pytest
 from agent_program import processes_with, run_agent, write_agent
 from chat_model import Speaker, chat_prompt, encode, make_tokenizer
@@ -174,14 +175,155 @@ def test_an_engine_that_fails_is_no_reward_unless_a_retry_made_it_good(tmp_path)
         ({"command": ["no-such-program-here"]}, "there is no program 'no-such-program-here' on the PATH"),
         ({"command": ["python", "pyproject.toml"]}, 'Write "{cwd}/pyproject.toml"'),
         ({"command": ["true"], "workspace": "/nowhere"}, "workspace of an agent must be a folder; found /nowhere"),
-        ({"command": []}, "an agent needs a command"),
+        ({"command": []}, "an agent needs one of command"),
+        ({"command": ["true"], "remote": True}, "an agent needs one of command"),
+        ({"remote": True}, "remote agents need gateway.owner_key"),
+        ({"function": "own_agents.py:plain"}, "must be an `async def`"),
         ({"command": ["true"], "time_limit_s": 0}, "time_limit_s of an agent must be above 0"),
         ({"command": ["true"], "gateway": {"service": {"decided_by": "client"}}}, 'must be "run"'),
         ({"command": ["true"], "gateway": {"host": "192.0.2.1"}}, "cannot listen on 192.0.2.1"),
     ],
 )
-def test_check_refuses_what_cannot_run(options, expected, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[1])
+def test_check_refuses_what_cannot_run(options, expected, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("pyproject.toml").touch()
+    Path("own_agents.py").write_text("def plain(task): pass")
     with pytest.raises(SettingsError, match=re.escape(expected)):
         asyncio.run(resolve_loop("agent", options).check(make_tokenizer()))
-    assert asyncio.run(resolve_loop("agent", {"command": ["true"]}).check(make_tokenizer())) == ["agent (unconfined): true"]
+    assert asyncio.run(resolve_loop("agent", {"command": ["true"]}).check(make_tokenizer())) == [
+        "agent (unconfined): true"
+    ]
+
+
+OWN_AGENTS = """
+import asyncio, openai
+async def ask(task, text):
+    async with openai.AsyncOpenAI(base_url=task.base_url + "/v1", api_key=task.api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": text}]
+        done = await client.chat.completions.create(model="any", messages=messages)
+        return done.choices[0].message.content
+async def rewards_itself(task):
+    assert task.prompt.ground_truth is None and task.session_index == 0
+    return {"reward": len(await ask(task, task.text)), "short": 1.0}
+async def leaves_it(task):
+    await ask(task, task.text)
+async def raises(task):
+    await ask(task, task.text)
+    raise KeyError("board")
+async def gives_no_number(task):
+    await ask(task, task.text)
+    return "good"
+async def hangs(task):
+    await ask(task, task.text)
+    while True:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            if ENDS: raise
+            ENDS.append(1)
+ENDS = []
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "reward", "failure"),
+    [
+        ("rewards_itself", 3.0, None),
+        ("leaves_it", 1.0, None),
+        ("hangs", 1.0, None),
+        (
+            "raises",
+            None,
+            r"agent 'own_agents.py:raises' raised KeyError: 'board' \(own_agents.py, line 15",
+        ),
+        ("gives_no_number", None, "reward = 'good'"),
+    ],
+)
+def test_a_function_is_an_agent_too(tmp_path, name, reward, failure):
+    (tmp_path / "own_agents.py").write_text(OWN_AGENTS)
+    options = {"function": f"{tmp_path}/own_agents.py:{name}", "time_limit_s": 1.0 if name == "hangs" else 60}
+    (session,), given = run_agent([], **options)
+    assert len(session.trajectories) == 1
+    assert session.trajectories[0].reward == reward
+    if failure is None:
+        assert session.failure is None
+        assert [one.agent and one.agent.ended for one in given] == {
+            "rewards_itself": [],
+            "leaves_it": [None],
+            "hangs": ["wall_time"],
+        }[name]
+    else:
+        assert re.search(failure, session.failure)
+
+
+OWNER = "k" * 40
+
+
+def test_workers_elsewhere_claim_sessions_and_finish_them():
+    async def work(url, *, finish):
+        """Claims a session, asks with its key, and finishes it."""
+        owner = {"authorization": f"Bearer {OWNER}"}
+        async with httpx.AsyncClient(base_url=url, timeout=50) as client:
+            assert (await client.post("/sessions/claim", json={})).status_code == 401
+            claimed = (await client.post("/sessions/claim", json={"wait_s": 50}, headers=owner)).json()
+            assert claimed["prompt"] == "1+2?"
+            assert "ground_truth" not in claimed
+            assert 0 < claimed["seconds_left"] <= 60
+            body = {"model": "any", "messages": claimed["messages"]}
+            key = {"x-api-key": claimed["key"]}
+            asked = await client.post(f"{claimed['base_url']}/v1/chat/completions", json=body, headers=key)
+            assert asked.status_code == 200
+            path = f"/sessions/{claimed['id']}/finish"
+            assert (await client.post(path, json=finish, headers=owner)).status_code == 200
+            return key, body
+
+    async def together():
+        await speaker.engine.start()
+        options = {"remote": True, "time_limit_s": 60, "gateway": {"owner_key": OWNER}}
+        loop = resolve_loop("agent", options)
+        scorer = RewardScorer(quick(lambda given: 0.25))
+        rollout = Rollout(speaker.engine, loop, scorer=scorer, decode=tokenizer.decode, tokenizer=tokenizer)
+        await rollout.start()
+        url = loop._gateway.url
+        prompt = chat_prompt(tokenizer, "1+2?")
+        running = asyncio.create_task(rollout.run([prompt], num_sessions=3, sampling=SamplingParams(max_tokens=99)))
+        finishes = ({"reward": 0.5}, {}, {"failure": "no browser here"})
+        worked = await asyncio.gather(*(work(url, finish=finish) for finish in finishes))
+        (group,) = await running
+        async with httpx.AsyncClient(base_url=url) as client:
+            for key, body in worked:
+                assert (await client.post("/v1/chat/completions", json=body, headers=key)).status_code == 401
+            owner = {"authorization": f"Bearer {OWNER}"}
+            none = await client.post("/sessions/claim", json={"wait_s": 0.01}, headers=owner)
+            assert none.status_code == 204
+        rollout.close()
+        return group
+
+    tokenizer = make_tokenizer()
+    speaker = Speaker(tokenizer, lambda heard: "one<|im_end|>")
+    group = asyncio.run(together())
+    assert group.failures == ("no browser here",)
+    assert sorted(row.reward for row in group.trajectories) == [0.25, 0.5]
+
+
+def test_what_nobody_claims_or_finishes_in_time_fails_and_its_key_dies():
+    async def wait():
+        await speaker.engine.start()
+        loop = resolve_loop("agent", {"remote": True, "time_limit_s": 0.2, "gateway": {"owner_key": OWNER}})
+        scorer = RewardScorer(quick(lambda given: 0.25))
+        rollout = Rollout(speaker.engine, loop, scorer=scorer, decode=tokenizer.decode, tokenizer=tokenizer)
+        await rollout.start()
+        claiming = asyncio.create_task(loop._gateway.offers.claim())
+        run = rollout.run([chat_prompt(tokenizer, "1+2?")], num_sessions=2, sampling=SamplingParams(max_tokens=99))
+        (group,) = await run
+        assert len(loop._gateway.sessions) == 0
+        assert (await claiming).session.is_finished
+        rollout.close()
+        return group
+
+    tokenizer = make_tokenizer()
+    speaker = Speaker(tokenizer, lambda heard: "one<|im_end|>")
+    assert sorted(asyncio.run(wait()).failures) == [
+        "the session was not claimed by a worker within 0.2 s.",
+        "the session was not finished by its worker within 0.2 s.",
+    ]

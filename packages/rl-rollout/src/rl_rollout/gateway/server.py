@@ -13,6 +13,7 @@ from rl_core.errors import MissingExtraError, NotReadyError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.gateway.asks import Ask, Live
+from rl_rollout.gateway.offers import Offers
 from rl_rollout.gateway.refusals import refused_field
 from rl_rollout.gateway.service import PolicyService, ServiceOptions
 from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
@@ -89,6 +90,7 @@ class Gateway:
     Attributes:
         sessions: Those that are open.
         service: Answers their requests.
+        offers: Those that wait for workers elsewhere.
         owner_key: Of the owner's routes.
         url: Base of all routes, once started; agents of OpenAI's SDK append "/v1", those of Anthropic's do not.
     """
@@ -116,6 +118,7 @@ class Gateway:
         """
         self.options = options or GatewayOptions()
         self.service = PolicyService(engine, tokenizer, self.options.service)
+        self.offers = Offers()
         self.sessions = Sessions(max_sessions=self.options.max_sessions)
         self.owner_key = self.options.owner_key or f"rl-owner-{secrets.token_urlsafe(32)}"
         self.url = ""

@@ -8,17 +8,19 @@ from typing import Any, cast
 
 import numpy as np
 
-from rl_core.data import Prompt
+from rl_core.data import Json, Prompt
 from rl_core.errors import RolloutError, SettingsError
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.gateway import Gateway, Session
 from rl_rollout.loops.agent_options import AgentOptions
-from rl_rollout.loops.agent_program import AgentProgram, Task, describe_run
+from rl_rollout.loops.agent_others import AgentFunction, RemoteAgents
+from rl_rollout.loops.agent_program import AgentProgram, describe_run
+from rl_rollout.loops.agent_task import AgentTask
 from rl_rollout.loops.protocol import Judged, LoopContext, SessionLoop, SessionResult, describe_failure
 from rl_rollout.loops.single_turn import with_reward
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.protocol import AgentRun
-from rl_rollout.rewards.scorer import reward_input
+from rl_rollout.rewards.scorer import Scored, reward_input
 from rl_rollout.user_errors import ends_the_run
 
 
@@ -35,7 +37,7 @@ class AgentLoop(SessionLoop):
     def __init__(self, options: AgentOptions) -> None:
         """Keep the options; nothing runs yet."""
         self._options = options
-        self._program = AgentProgram(options)
+        self._agents = self._made_agents(options)
         self._gateway: Gateway | None = None
         self._serving: asyncio.Task[None] | None = None
         self._slots = asyncio.Semaphore(options.max_concurrent)
@@ -48,7 +50,7 @@ class AgentLoop(SessionLoop):
             SettingsError: One of them cannot work, or the gateway cannot listen.
         """
         self.close()
-        await self._program.check()
+        await self._agents.check()
         gateway, ready = self._make_gateway(tokenizer), asyncio.get_running_loop().create_future()
         self._slots = asyncio.Semaphore(self._options.max_concurrent)
         self._serving = asyncio.create_task(_serve(gateway, ready))
@@ -57,7 +59,7 @@ class AgentLoop(SessionLoop):
 
     async def check(self, tokenizer: PromptTokenizer | None) -> list[str]:
         """As `start`, leaving nothing behind; says what a session runs."""
-        line = await self._program.check()
+        line = await self._agents.check()
         gateway = self._make_gateway(tokenizer)
         await gateway.start()
         await gateway.close()
@@ -93,7 +95,8 @@ class AgentLoop(SessionLoop):
             except BaseException as error:
                 if ends_the_run(error):
                     raise
-                session.failure = describe_failure(self, error)
+                if not session.faults:  # what the engine could not do is the reason for what an agent then raised
+                    session.failure = describe_failure(self, error)
                 return await gateway.finish(session)
             finally:
                 gateway.sessions.forget(session)
@@ -109,34 +112,45 @@ class AgentLoop(SessionLoop):
         return Judged(text=text, ids=ids, finish_reason=last.finish_reason)
 
     async def _run(self, gateway: Gateway, session: Session, prompt: Prompt, context: LoopContext) -> SessionResult:
-        task = Task(prompt=prompt, base_url=gateway.url, api_key=session.key)
+        index = session.session_index
+        task = AgentTask(prompt=prompt, base_url=gateway.url, api_key=session.key, session_index=index)
         started_at = time.perf_counter()
-        async with self._program.running(task) as run:
+        async with self._agents.running(task) as outcome:
             wall_s = time.perf_counter() - started_at
-            if not session.tree.samples and not session.faults:
-                session.failure = f"the agent got no answer of the policy: {describe_run(run)}"
+            if session.failure is None and not session.tree.samples and not session.faults:
+                how = f": {describe_run(outcome.run)}" if outcome.run else ""
+                session.failure = f"the agent got no answer of the policy{how}"
             result = await gateway.finish(session)
             if result.failure is not None:
                 return result
-            return await self._scored(result, run, prompt, context, wall_s=wall_s)
+            result = _timed(result, outcome.run, wall_s=wall_s)
+            if outcome.reward is not None:
+                return with_reward(result.trajectories, Scored(result=outcome.reward))
+            judged = self.judged(result, context)
+            given = reward_input(prompt, text=judged.text, ids=judged.ids, finish_reason=judged.finish_reason)
+            (scored,) = await context.scorer.score([replace(given, agent=outcome.run)])
+            return with_reward(result.trajectories, scored)
 
-    async def _scored(
-        self, result: SessionResult, run: AgentRun, prompt: Prompt, context: LoopContext, *, wall_s: float
-    ) -> SessionResult:
-        judged = self.judged(result, context)
-        given = reward_input(prompt, text=judged.text, ids=judged.ids, finish_reason=judged.finish_reason)
-        (scored,) = await context.scorer.score([replace(given, agent=run)])
-        *others, last = result.trajectories
-        generate_s = sum(row.timings.generate_s for row in result.trajectories)
-        timings = replace(last.timings, tools_s=max(wall_s - generate_s, 0.0))
-        extras = {**last.extras, "ended_by": run.ended, "exit_code": run.exit_code}
-        return with_reward([*others, replace(last, timings=timings, extras=extras)], scored)
+    def _made_agents(self, options: AgentOptions) -> AgentProgram | AgentFunction | RemoteAgents:
+        if options.remote:
+            return RemoteAgents(options, lambda: self._gateway)
+        return AgentFunction(options) if options.function else AgentProgram(options)
 
     def _make_gateway(self, tokenizer: PromptTokenizer | None) -> Gateway:
         if tokenizer is None:
             raise SettingsError("the agent loop 'agent' needs a tokenizer. Give Rollout one: tokenizer=...")
         sampling = SamplingParams(max_tokens=1)  # each session brings its own
         return Gateway(self._engines.as_engine, tokenizer, self._options.gateway, sampling=sampling)
+
+
+def _timed(result: SessionResult, run: AgentRun | None, *, wall_s: float) -> SessionResult:
+    """With the time that was not the engine's, and how the program ended."""
+    *others, last = result.trajectories
+    generate_s = sum(row.timings.generate_s for row in result.trajectories)
+    timings = replace(last.timings, tools_s=max(wall_s - generate_s, 0.0))
+    ended: dict[str, Json] = {} if run is None else {"ended_by": run.ended, "exit_code": run.exit_code}
+    last = replace(last, timings=timings, extras={**last.extras, **ended})
+    return replace(result, trajectories=(*others, last))
 
 
 class SessionEngines:

@@ -37,16 +37,18 @@ class AgentSandbox:
 
 @settings_record
 class AgentOptions:
-    """Options of the `agent` loop.
+    """Options of the `agent` loop: one of `command`, `function` and `remote`, and how it is run.
 
     Attributes:
         command: Program and arguments, where {prompt}, {prompt_file}, {workspace} and {cwd} (where the run was started)
             are filled in; a first "python" is the interpreter that runs this.
+        function: Name, or `path.py:name`, of an `async def agent(task)` of this process, which may give the reward.
+        remote: Workers elsewhere claim sessions at the gateway, with `gateway.owner_key`.
         env: More environment variables, with the same placeholders, {base_url} and {api_key}; in settings "$NAME" takes
             a variable of this process.
         workspace: Folder that each session gets a copy of to work in; None gives an empty one.
         columns: Columns of the prompt's row that the program is shown; the others may tell the answer.
-        time_limit_s: Seconds until everything is killed.
+        time_limit_s: Seconds until everything is killed; of a remote session until it fails.
         max_output_bytes: Printed output after which everything is killed; the last 64 KiB are kept.
         max_concurrent: Agents at once; other sessions wait.
         sandbox: Keeps the program in; None runs it with all that this user may do.
@@ -55,6 +57,8 @@ class AgentOptions:
     """
 
     command: tuple[str, ...] = ()
+    function: str | None = None
+    remote: bool = False
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     workspace: Path | None = None
     columns: tuple[str, ...] = ()
@@ -69,10 +73,16 @@ class AgentOptions:
         """Refuse what cannot be meant.
 
         Raises:
-            SettingsError: There is no command, a limit is not positive, or clients would decide on what trains.
+            SettingsError: There is not one kind of agent, a limit is not positive, or clients would decide on what
+                trains.
         """
-        if not self.command or not self.command[0]:
-            raise SettingsError('an agent needs a command, such as command = ["python", "{cwd}/agent.py"].')
+        if sum(map(bool, (self.command and self.command[0], self.function, self.remote))) != 1:
+            raise SettingsError(
+                'an agent needs one of command, such as ["python", "{cwd}/agent.py"], function, such as '
+                '"agent.py:agent", and remote = true.'
+            )
+        if self.remote and not self.gateway.owner_key:
+            raise SettingsError("remote agents need gateway.owner_key, at least 32 characters chosen at random.")
         for name in ("time_limit_s", "max_output_bytes", "max_concurrent"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} of an agent must be above 0; found {getattr(self, name)}.")

@@ -14,10 +14,9 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rl_core.data import Json, Prompt
 from rl_core.errors import RoleError, RolloutError, SettingsError
-from rl_core.record_fields import record
 from rl_rollout.loops.agent_options import AgentOptions
+from rl_rollout.loops.agent_task import AgentOutcome, AgentTask
 from rl_rollout.rewards.protocol import AgentRun
 from rl_rollout.sandbox import Command, Sandbox, SandboxLimits, SandboxOptions
 from rl_rollout.sandbox.folder import sandbox_folder
@@ -28,28 +27,6 @@ PLACEHOLDER = re.compile(r"\{(prompt|prompt_file|workspace|cwd|base_url|api_key)
 MAX_VARIABLE_BYTES = 1 << 17
 """The kernel's bound on one argument or variable."""
 SHOWN_CHARS = 400
-
-
-@record
-class Task:
-    """What an agent is asked to do.
-
-    Attributes:
-        prompt: The row.
-        base_url: Of the gateway; clients of OpenAI's API append "/v1".
-        api_key: Of the session.
-    """
-
-    prompt: Prompt
-    base_url: str
-    api_key: str
-
-    @property
-    def text(self) -> str:
-        """The prompt as one text."""
-        if not self.prompt.messages:
-            return str(self.prompt.columns.get("prompt", ""))
-        return "\n\n".join(str(message.get("content", "")) for message in self.prompt.messages)
 
 
 class AgentProgram:
@@ -88,8 +65,8 @@ class AgentProgram:
         return f"agent ({level}): {' '.join(self._options.command)}"
 
     @asynccontextmanager
-    async def running(self, task: Task) -> AsyncIterator[AgentRun]:
-        """How the program ran, once all of it has ended; its workspace is there as long as this is entered.
+    async def running(self, task: AgentTask) -> AsyncIterator[AgentOutcome]:
+        """What became of the program, once all of it has ended; its workspace is there as long as this is entered.
 
         Raises:
             RolloutError: It cannot be started; never its own doing.
@@ -97,15 +74,15 @@ class AgentProgram:
         with ExitStack() as opened:
             folder = opened.enter_context(sandbox_folder(None))
             try:
-                yield await self._run(task, folder)
+                yield AgentOutcome(run=await self._run(task, folder))
             finally:  # elsewhere: there may be a lot to remove
                 await asyncio.shield(asyncio.to_thread(opened.pop_all().close))
 
-    async def _run(self, task: Task, folder: str) -> AgentRun:
+    async def _run(self, task: AgentTask, folder: str) -> AgentRun:
         workspace, prompt_file = Path(folder, "workspace"), Path(folder, "prompt.json")
         await self._fill(workspace)
         Path(folder, "tmp").mkdir()
-        prompt_file.write_text(json.dumps(self._shown(task)))
+        prompt_file.write_text(json.dumps(task.shown(self._options.columns)))
         places = {"prompt": task.text, "prompt_file": str(prompt_file), "workspace": str(workspace)}
         values = {**places, "cwd": str(Path.cwd()), "base_url": task.base_url}
         program, *arguments = (_filled(one, values) for one in self._options.command)
@@ -155,11 +132,6 @@ class AgentProgram:
     @property
     def _has_own_network(self) -> bool:
         return self._options.sandbox is not None and self._options.sandbox.network == "gateway"
-
-    def _shown(self, task: Task) -> dict[str, Json]:
-        prompt = task.prompt
-        columns = {name: prompt.columns.get(name) for name in self._options.columns}
-        return {"uid": prompt.uid, "prompt": task.text, "messages": list(prompt.messages), "columns": columns}
 
     def _environment(self, values: Mapping[str, str]) -> dict[str, str]:
         base = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
