@@ -188,7 +188,7 @@ class PolicyService:
             sampling, overridden = decide(
                 ask.wishes, session.sampling(number), decided_by=self.options.decided_by, room=room
             )
-            self._report(overridden)
+            self._report(session, overridden)
             stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._stop_token_ids)))
             engine_request = GenerateRequest(
                 input_ids=request.input_ids,
@@ -204,7 +204,9 @@ class PolicyService:
                 live.begin(name.replace("/", "-"), len(request.input_ids), overridden)
             generations, engine_s = await self._generate(request, engine_request)
             samples = [self._keep(request, generation, engine_s) for generation in generations]
-            self.overheads_ms.append((time.perf_counter() - request.started_at - engine_s) * 1000)
+            overhead_ms = (time.perf_counter() - request.started_at - engine_s) * 1000
+            self.overheads_ms.append(overhead_ms)
+            session.overheads_ms.append(overhead_ms)
             return Answer(
                 name=name.replace("/", "-"),
                 samples=samples,
@@ -244,7 +246,7 @@ class PolicyService:
         else:
             new_ids = _templated(lambda: self._new_ids(place, ask, digests[0]))
         self._count_place(session, place, ask)
-        turn = tree.open_turn(place, digests, new_ids)
+        turn = tree.open_turn(place, digests, new_ids, asked_by=messages[-1].role)
         return _Request(
             session=session,
             ask=ask,
@@ -338,8 +340,9 @@ class PolicyService:
             if reason != "first":
                 log.info("gateway_new_root", session=session.session_id, differs=reason, message_index=place.num_known)
 
-    def _report(self, overridden: Mapping[str, str]) -> None:
+    def _report(self, session: Session, overridden: Mapping[str, str]) -> None:
         """Say once of each field that it is overridden."""
+        session.counts["overridden"] += bool(overridden)
         for name, change in overridden.items():
             self.counts[f"overridden_{name}"] += 1
             if name not in self._logged:

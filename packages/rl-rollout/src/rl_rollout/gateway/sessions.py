@@ -4,14 +4,14 @@ import hmac
 import math
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from rl_core.data import Json
+from rl_core.data import Json, Trajectory
 from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import SamplingParams
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 KEY_BYTES = 32
 MAX_METADATA_CHARS = 16_384
 MAX_KEPT_ANSWERS = 16
+MAX_KEPT_OVERHEADS = 64
 
 
 @settings_record
@@ -71,6 +72,7 @@ class Session:
         metadata: The owner's.
         tree: What was prompted and sampled.
         counts: What happened: turns, forks, roots by reason, and the rest.
+        overheads_ms: Milliseconds of its last turns beside the engine's.
         answers: Of the last requests that had an idempotency key.
         faults: Requests that the engine failed and that no retry made good, with its reasons.
         reward: The owner's.
@@ -90,6 +92,7 @@ class Session:
     metadata: Mapping[str, Json] = field(default_factory=dict)
     tree: SessionTree = field(default_factory=SessionTree)
     counts: Counter[str] = field(default_factory=Counter)
+    overheads_ms: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_OVERHEADS))
     answers: "dict[str, asyncio.Future[Answer]]" = field(default_factory=dict)
     faults: dict[bytes, str] = field(default_factory=dict)
     reward: float | None = None
@@ -160,9 +163,10 @@ class Session:
     def result(self) -> SessionResult:
         """The session's trajectories with its reward, audited; a session that failed has none that train.
 
-        What the engine could not serve, and no retry made good, fails the session: it is never a reward of 0.
+        What the engine could not serve, and no retry made good, fails the session: it is never a reward of 0. The last
+        trajectory has the session's counts as the extra "gateway".
         """
-        rows = self.tree.trajectories(self.prompt_uid, self.session_index)
+        rows = self._told(self.tree.trajectories(self.prompt_uid, self.session_index))
         failure = self.failure or next(iter(self.faults.values()), None)
         if failure is None and not rows:
             failure = "the agent asked for nothing that trains"
@@ -172,10 +176,18 @@ class Session:
             failure = f"the audit refuses the session: {error}"
         if failure is not None:
             return SessionResult(trajectories=rows, failure=failure)
-        extras = {"session": self.session_id, **self.counts}
         components = self.reward_components
-        *others, last = (replace(row, reward=self.reward, reward_components=components) for row in rows)
-        return SessionResult(trajectories=(*others, replace(last, extras={**last.extras, **extras})))
+        scored = (replace(row, reward=self.reward, reward_components=components) for row in rows)
+        return SessionResult(trajectories=tuple(scored))
+
+    def _told(self, rows: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+        """Trajectories, the last of them with what happened in the session."""
+        if not rows:
+            return ()
+        overheads = [round(each, 2) for each in self.overheads_ms]
+        counts = {**self.counts, "untrained_tokens": self.tree.num_untrained_tokens, "overhead_ms": overheads}
+        *others, last = rows
+        return (*others, replace(last, extras={**last.extras, "session": self.session_id, "gateway": counts}))
 
 
 class Sessions:
