@@ -331,7 +331,7 @@ def test_an_endless_body_is_cut_off_and_idle_connections_hold_nobody_up(has_key)
 
 def test_a_slow_body_is_given_up():
     async def talk():
-        async with gateway_site(lambda _: "3", body_timeout_s=0.3) as gateway:
+        async with gateway_site(lambda _: "3", client_timeout_s=0.3) as gateway:
             session = gateway.open("p")
             port = int(gateway.url.rpartition(":")[2])
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -11,14 +11,13 @@ from starlette.routing import Route
 from rl_core.data import Json, Trajectory
 from rl_core.errors import SettingsError
 from rl_rollout.gateway.refusals import RefusedError, refused_field
-from rl_rollout.gateway.requests import in_words_of, read_json, secret_of, unless_gone
+from rl_rollout.gateway.requests import BodyReader, InWordsOf, secret_of, unless_gone
 from rl_rollout.gateway.sessions import Session, SessionLimits, same_secret
 from rl_rollout.loops.protocol import SessionResult
 
 if TYPE_CHECKING:
     from rl_rollout.gateway.server import Gateway
 
-BODY_TIMEOUT_S = 30.0
 CLAIM_WAIT_S, MAX_CLAIM_WAIT_S = 30.0, 600.0
 
 
@@ -29,22 +28,21 @@ class OwnerRoutes:
         self,
         gateway: "Gateway",
         on_finished: Callable[[Session, SessionResult], None] | None,
-        *,
-        max_bytes: int,
+        bodies: BodyReader,
     ) -> None:
         """Serve a gateway's sessions; `on_finished` gets each that is finished."""
         self._gateway = gateway
         self._on_finished = on_finished
-        self._max_bytes = max_bytes
+        self._bodies = bodies
 
     def routes(self) -> list[Route]:
         """All of them."""
         return [
-            Route("/sessions", in_words_of("openai", self._open), methods=["POST"]),
-            Route("/sessions/claim", in_words_of("openai", self._claim), methods=["POST"]),
-            Route("/sessions/{id}", in_words_of("openai", self._show), methods=["GET"]),
-            Route("/sessions/{id}/reward", in_words_of("openai", self._reward), methods=["POST"]),
-            Route("/sessions/{id}/finish", in_words_of("openai", self._finish), methods=["POST"]),
+            Route("/sessions", InWordsOf("openai", self._open), methods=["POST"]),
+            Route("/sessions/claim", InWordsOf("openai", self._claim), methods=["POST"]),
+            Route("/sessions/{id}", InWordsOf("openai", self._show), methods=["GET"]),
+            Route("/sessions/{id}/reward", InWordsOf("openai", self._reward), methods=["POST"]),
+            Route("/sessions/{id}/finish", InWordsOf("openai", self._finish), methods=["POST"]),
         ]
 
     async def _open(self, request: Request) -> Response:
@@ -108,7 +106,7 @@ class OwnerRoutes:
 
     async def _body(self, request: Request) -> dict[str, Json]:
         self._admit(request)
-        return await read_json(request, max_bytes=self._max_bytes, timeout_s=BODY_TIMEOUT_S)
+        return await self._bodies.read(request)
 
     def _admit(self, request: Request) -> None:
         if not same_secret(self._gateway.owner_key, secret_of(request)):

@@ -1,12 +1,13 @@
 """Sessions of the gateway: each with a key of its own, limits, and the tree of what was sampled for it."""
 
+import asyncio
 import hmac
 import math
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -21,8 +22,6 @@ from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rewards.outputs import shown_error
 
 if TYPE_CHECKING:
-    import asyncio
-
     from rl_rollout.gateway.asks import Answer
 
 KEY_BYTES = 32
@@ -81,6 +80,7 @@ class Session:
         is_finished: Its requests are refused.
         opened_at: By the monotonic clock.
         running: Names of the requests under way, as the engine knows them.
+        num_attended: Requests of clients that have not got all of their response.
     """
 
     session_id: str
@@ -101,30 +101,50 @@ class Session:
     is_finished: bool = False
     opened_at: float = field(default_factory=time.monotonic)
     running: set[str] = field(default_factory=set)
+    num_attended: int = 0
+
+    @property
+    def seconds_left(self) -> float:
+        """Of its wall time; below 0 when it has lasted longer."""
+        return self.opened_at + self.limits.wall_s - time.monotonic()
+
+    @asynccontextmanager
+    async def attend(self) -> AsyncIterator[None]:
+        """Count a client's request, from its head to the end of its response; it ends with the session's time.
+
+        Raises:
+            RefusedError: The session has ended, or has as many requests as it may have at once.
+        """
+        self._check_is_open()
+        if self.num_attended >= self.limits.max_concurrent:
+            raise RefusedError(
+                f"the session has {self.num_attended} requests under way, its limit. Wait for one.",
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+            )
+        self.num_attended += 1
+        try:
+            async with asyncio.timeout(self.seconds_left) as deadline:
+                yield
+        except TimeoutError:
+            if deadline.expired():
+                raise self._over(f"has lasted its {self.limits.wall_s:g} s") from None
+            raise
+        finally:
+            self.num_attended -= 1
 
     @contextmanager
     def admit(self) -> Iterator[tuple[int, str]]:
-        """Count a request as running; gives its number, and its name for the engine.
+        """Count a turn as running; gives its number, and its name for the engine.
 
         Raises:
             RefusedError: The session has ended, or a limit is reached.
         """
-        limits = self.limits
-        reached = [
-            ("has ended", self.is_finished),
-            (f"has had its {limits.max_turns} turns", self.counts["turns"] >= limits.max_turns),
-            (f"has had its {limits.max_tokens} tokens", self.counts["sampled_tokens"] >= limits.max_tokens),
-            (f"has lasted its {limits.wall_s:g} s", time.monotonic() - self.opened_at >= limits.wall_s),
-        ]
-        for reason, is_reached in reached:
-            if is_reached:
-                raise RefusedError(f"the session {reason}.", kind="permission_error", code="session_limit")
-        if len(self.running) >= limits.max_concurrent:
-            raise RefusedError(
-                f"the session has {len(self.running)} requests under way, its limit. Wait for one.",
-                kind="rate_limit_error",
-                code="rate_limit_exceeded",
-            )
+        self._check_is_open()
+        if self.counts["turns"] >= self.limits.max_turns:
+            raise self._over(f"has had its {self.limits.max_turns} turns")
+        if self.counts["sampled_tokens"] >= self.limits.max_tokens:
+            raise self._over(f"has had its {self.limits.max_tokens} tokens")
         number = self.counts["turns"]
         name = f"{self.session_id}/{number}"
         self.counts["turns"] += 1
@@ -188,6 +208,16 @@ class Session:
         counts = {**self.counts, "untrained_tokens": self.tree.num_untrained_tokens, "overhead_ms": overheads}
         *others, last = rows
         return (*others, replace(last, extras={**last.extras, "session": self.session_id, "gateway": counts}))
+
+    def _check_is_open(self) -> None:
+        if self.is_finished:
+            raise self._over("has ended")
+        if self.seconds_left <= 0:
+            raise self._over(f"has lasted its {self.limits.wall_s:g} s")
+
+    @staticmethod
+    def _over(reason: str) -> RefusedError:
+        return RefusedError(f"the session {reason}.", kind="permission_error", code="session_limit")
 
 
 class Sessions:
