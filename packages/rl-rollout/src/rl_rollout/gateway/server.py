@@ -121,8 +121,22 @@ class Gateway:
         self.url = ""
         self._sampling = sampling
         self._on_finished = on_finished
+        self._listening: socket.socket | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
+
+    def bind(self) -> socket.socket:
+        """Take the address; `start` does so by itself, but a taken one should be known before a model is loaded.
+
+        Raises:
+            SettingsError: The address cannot be listened on.
+        """
+        options = self.options
+        try:
+            self._listening = self._listening or socket.create_server((options.host, options.port), backlog=2048)
+        except (OSError, OverflowError) as error:
+            raise SettingsError(f"the gateway cannot listen on {options.host}:{options.port}: {error}.") from error
+        return self._listening
 
     async def start(self) -> None:
         """Listen.
@@ -130,11 +144,7 @@ class Gateway:
         Raises:
             SettingsError: The address cannot be listened on.
         """
-        options = self.options
-        try:
-            listening = socket.create_server((options.host, options.port), backlog=2048)
-        except OSError as error:
-            raise SettingsError(f"the gateway cannot listen on {options.host}:{options.port}: {error}.") from error
+        options, listening = self.options, self.bind()
         config = uvicorn.Config(
             self.application(),
             log_config=None,
@@ -163,6 +173,9 @@ class Gateway:
             self._server.should_exit = True
             await self._serving
             self._server = self._serving = None
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
 
     def open(
         self,
