@@ -12,7 +12,7 @@ from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.engines.registry import engine_class, known_engines
 
-OPTIONS = {"vllm": VLLMOptions, "transformers": TransformersOptions}
+OPTIONS: dict[str, Any] = {"vllm": VLLMOptions, "transformers": TransformersOptions}
 LONGEST = 1 << 40
 DEFAULT_PORT = 8000
 DESCRIPTION = """\
@@ -24,7 +24,7 @@ EXAMPLES = """\
 examples:
   rl-rollout serve models/Qwen3-0.6B --open-session
   rl-rollout serve models/Qwen3-0.6B --engine-options '{"dtype": "bfloat16", "max_model_len": 8192}' --port 9000
-  rl-rollout serve models/Qwen3-0.6B --decided-by run --temperature 1 --owner-key-file owner.key"""
+  rl-rollout serve models/Qwen3-0.6B --decided-by run --owner-key-file owner.key --sessions sessions"""
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     tokenizer = PromptTokenizer.load(arguments.folder, chat_template=template)
     file = arguments.owner_key_file
     options = GatewayOptions(
-        **{name: given[name] for name in ("host", "port")},
+        **{name: given[name] for name in ("host", "port", "sessions")},
         model=arguments.model or arguments.folder.resolve().name,
         owner_key=None if file is None else owner_key(file),
         service=ServiceOptions(
@@ -99,6 +99,12 @@ def add_serve(parts: Any) -> None:
     add("--port", type=int, default=DEFAULT_PORT, help=f"0 takes a free one (default: {DEFAULT_PORT})")
     add("--model", metavar="NAME", help="what clients see (default: the folder's name)")
     add("--owner-key-file", type=Path, metavar="FILE", help="holds the owner's key; made if it is not there")
+    add(
+        "--sessions",
+        type=Path,
+        metavar="FOLDER",
+        help="keep sessions there; a gateway that was killed goes on with them",
+    )
     add("--open-session", action="store_true", help="open a session without limits at once, and show its key")
     _add_answers(serve)
 

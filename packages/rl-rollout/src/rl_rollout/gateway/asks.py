@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rl_core.data import Json
 from rl_core.record_fields import record
@@ -12,6 +13,9 @@ from rl_rollout.gateway.messages import ChatMessage
 from rl_rollout.gateway.replies import NOTHING_SAID, ReplyStream, unsaid
 from rl_rollout.gateway.sampling import Wishes
 from rl_rollout.gateway.tree import Sample
+
+if TYPE_CHECKING:
+    from rl_rollout.gateway.journal import SessionLog
 
 MAX_CHOICES = 16
 
@@ -50,17 +54,21 @@ class Answer:
         num_prompt_tokens: That the engine was given.
         overridden: What of the request is not honoured, by field.
         name: Of the request, unlike all others.
+        log: Keeps that it was delivered.
     """
 
     name: str
     samples: Sequence[Sample]
     num_prompt_tokens: int
     overridden: Mapping[str, str]
+    log: "SessionLog | None" = None
 
     def deliver(self) -> None:
         """Say that the client got it."""
         for sample in self.samples:
             sample.is_delivered = True
+        if self.log is not None:
+            self.log.delivered(self.samples)
 
 
 class Live:

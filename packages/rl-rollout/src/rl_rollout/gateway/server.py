@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rl_core.data import Json
@@ -13,7 +14,8 @@ from rl_core.errors import MissingExtraError, NotReadyError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.gateway.asks import Ask, Live
-from rl_rollout.gateway.refusals import refused_field
+from rl_rollout.gateway.journal import Journal
+from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.service import PolicyService, ServiceOptions
 from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
 from rl_rollout.loops.protocol import SessionResult
@@ -57,6 +59,7 @@ class GatewayOptions:
         body_timeout_s: Longest time of receiving one.
         max_connections: Connections at once; beyond, requests get 503.
         max_sessions: Sessions that are open at once.
+        sessions: Folder in which sessions are kept, so that a gateway that was killed goes on with them; None keeps none.
         service: How requests are answered.
     """
 
@@ -68,6 +71,7 @@ class GatewayOptions:
     body_timeout_s: float = 30.0
     max_connections: int = 4096
     max_sessions: int = 4096
+    sessions: Path | None = None
     service: ServiceOptions = ServiceOptions()
 
     def __post_init__(self) -> None:
@@ -88,6 +92,7 @@ class Gateway:
 
     Attributes:
         sessions: Those that are open.
+        journal: Keeps them on disk.
         service: Answers their requests.
         owner_key: Of the owner's routes.
         url: Base of all routes, once started; agents of OpenAI's SDK append "/v1", those of Anthropic's do not.
@@ -120,6 +125,9 @@ class Gateway:
         self.owner_key = self.options.owner_key or f"rl-owner-{secrets.token_urlsafe(32)}"
         self.url = ""
         self._sampling = sampling
+        self.journal = None if self.options.sessions is None else Journal(self.options.sessions)
+        for session in self.journal.restore(self._drawn) if self.journal else ():
+            self.sessions.adopt(session)
         self._on_finished = on_finished
         self._listening: socket.socket | None = None
         self._server: _Server | None = None
@@ -176,6 +184,8 @@ class Gateway:
         if self._listening is not None:
             self._listening.close()
             self._listening = None
+        if self.journal is not None:
+            self.journal.close()
 
     def open(
         self,
@@ -198,16 +208,33 @@ class Gateway:
         Raises:
             RefusedError: Too many are open.
         """
-        return self.sessions.open(
+        session = self.sessions.open(
             prompt_uid=prompt_uid,
             session_index=session_index,
-            sampling=sampling or (lambda _turn: self._sampling),
+            sampling=sampling or self._drawn,
             limits=limits,
             metadata=metadata,
         )
+        if self.journal is not None:
+            try:
+                self.journal.begin(session)
+            except RefusedError:
+                self.sessions.forget(session)
+                raise
+        return session
 
     async def finish(self, session: Session) -> SessionResult:
-        """End a session: its requests are aborted, and what it has is audited."""
+        """End a session: its requests are aborted, and what it has is audited.
+
+        Raises:
+            RefusedError: That it is finished cannot be kept, so it is not.
+        """
+        session.is_finished = True
+        try:
+            session.keep()
+        except RefusedError:
+            session.is_finished = False
+            raise
         self.sessions.forget(session)
         if session.running:
             await self.service.engine.abort(set(session.running))
@@ -215,6 +242,9 @@ class Gateway:
         if result.failure is not None and result.failure.startswith("the audit"):
             self.service.counts["audit_failures"] += 1
         return result
+
+    def _drawn(self, _turn: int) -> SamplingParams:
+        return self._sampling
 
     def application(self) -> Starlette:
         """The routes, for a server of one's own."""

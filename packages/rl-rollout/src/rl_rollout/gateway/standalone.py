@@ -68,11 +68,11 @@ async def serve(
         EngineError: The engine cannot start.
     """
     gateway = Gateway(engine, tokenizer, options, sampling=alone.sampling)
-    gateway.bind()
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)  # type: ignore[union-attr]  # a coroutine runs in a task
     try:
+        gateway.bind()
         with suppress(asyncio.CancelledError):
             await engine.start()
             await gateway.start()
