@@ -99,12 +99,7 @@ def add_serve(parts: Any) -> None:
     add("--port", type=int, default=DEFAULT_PORT, help=f"0 takes a free one (default: {DEFAULT_PORT})")
     add("--model", metavar="NAME", help="what clients see (default: the folder's name)")
     add("--owner-key-file", type=Path, metavar="FILE", help="holds the owner's key; made if it is not there")
-    add(
-        "--sessions",
-        type=Path,
-        metavar="FOLDER",
-        help="keep sessions there; a gateway that was killed goes on with them",
-    )
+    add("--sessions", type=Path, metavar="FOLDER", help="keep sessions there; a restart goes on with them")
     add("--open-session", action="store_true", help="open a session without limits at once, and show its key")
     _add_answers(serve)
 

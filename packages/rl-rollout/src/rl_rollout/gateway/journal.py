@@ -264,12 +264,12 @@ def read_session(file: Path, sampling: Callable[[int], SamplingParams] | None = 
             opening, place = next(records, (None, 0))
             if not isinstance(opening, _Opening) or opening.session_id != file.stem:
                 raise ValueError("it does not begin with the opening of the session of its name")
-            session = _opened(opening, sampling)
-            for record, place in records:
+            session, size = _opened(opening, sampling), place
+            for record, size in records:  # noqa: B007 - the last one is the result
                 _take(session, record)
         except (RLError, ValueError, TypeError, IndexError, RecursionError, OSError, msgspec.MsgspecError) as error:
             raise DataError(f"{file} is no session that can be read: {error}. Move it away.") from error
-    return session, place
+    return session, size
 
 
 def _records(stream: BinaryIO, size: int) -> Iterator[tuple[Any, int]]:

@@ -59,7 +59,7 @@ class GatewayOptions:
         body_timeout_s: Longest time of receiving one.
         max_connections: Connections at once; beyond, requests get 503.
         max_sessions: Sessions that are open at once.
-        sessions: Folder in which sessions are kept, so that a gateway that was killed goes on with them; None keeps none.
+        sessions: Folder in which sessions are kept; a gateway that was killed goes on with them. None keeps none.
         service: How requests are answered.
     """
 
