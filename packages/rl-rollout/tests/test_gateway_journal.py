@@ -4,29 +4,17 @@ import os
 import resource
 import shutil
 
-import httpx
 import openai
 import pytest
-from chat_model import TOOLS, in_turn
+from chat_model import in_turn
 from gateway_site import gateway_site, run
+from gateway_talk import owner, said
 
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.gateway.journal import Journal, read_session
 
 USER = {"role": "user", "content": "1+2?"}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-
-
-async def said(gateway, key, messages, **fields):
-    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, timeout=50, max_retries=0) as client:
-        whole = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS, **fields)
-    return whole.choices[0].message.model_dump(exclude_none=True)
-
-
-async def owner(gateway, path, **body):
-    headers = {"authorization": f"Bearer {gateway.owner_key}"}
-    async with httpx.AsyncClient(timeout=50) as client:
-        return await client.post(f"{gateway.url}{path}", json=body, headers=headers)
 
 
 async def some_turns(gateway, key):

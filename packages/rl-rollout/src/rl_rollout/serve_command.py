@@ -53,7 +53,9 @@ def run_serve(arguments: argparse.Namespace) -> int:
         ),
     )
     sampling = SamplingParams(**{name: given[name] for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")})
-    alone = StandaloneOptions(sampling=sampling, owner_key_file=file, opens_session=arguments.open_session)
+    alone = StandaloneOptions(
+        sampling=sampling, owner_key_file=file, opens_session=arguments.open_session, queue=arguments.queue
+    )
     asyncio.run(serve(_engine(arguments), tokenizer, options, alone))
     return 0
 
@@ -100,6 +102,7 @@ def add_serve(parts: Any) -> None:
     add("--model", metavar="NAME", help="what clients see (default: the folder's name)")
     add("--owner-key-file", type=Path, metavar="FILE", help="holds the owner's key; made if it is not there")
     add("--sessions", type=Path, metavar="FOLDER", help="keep sessions there; a restart goes on with them")
+    add("--queue", metavar="ADDRESS", help="put finished sessions into this queue; needs --sessions")
     add("--open-session", action="store_true", help="open a session without limits at once, and show its key")
     _add_answers(serve)
 

@@ -243,7 +243,8 @@ class Journal:
 
 def session_files(folder: Path, *ends: str) -> list[Path]:
     """The files of sessions in a folder whose names have these ends, in the order of their ids."""
-    return sorted(file for end in ends for file in folder.glob(f"*{end}") if SESSION_ID.fullmatch(file.stem))
+    found = {file.stem: file for end in ends for file in folder.glob(f"*{end}") if SESSION_ID.fullmatch(file.stem)}
+    return [found[name] for name in sorted(found)]  # one may be renamed in between
 
 
 def read_session(file: Path, sampling: Callable[[int], SamplingParams] | None = None) -> tuple[Session, int]:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from rl_core.errors import SettingsError
 from rl_core.files import read_plain
+from rl_core.queue import SharedMemoryQueue
 from rl_core.record_fields import settings_record
 from rl_core.terminal_text import write_out
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
+from rl_rollout.gateway.exports import QueueFeed
 from rl_rollout.gateway.server import Gateway, GatewayOptions
 from rl_rollout.gateway.sessions import SessionLimits
 from rl_rollout.prompts.tokenizer import PromptTokenizer
@@ -28,11 +30,13 @@ class StandaloneOptions:
         sampling: How turns are drawn, where the client does not say.
         owner_key_file: Holds the owner's key; made where it is not there. None makes a key up and shows it.
         opens_session: Open one session without limits, and show its key.
+        queue: Address of an `rl_core.queue.SharedMemoryQueue` that gets each finished session.
     """
 
     sampling: SamplingParams
     owner_key_file: Path | None = None
     opens_session: bool = False
+    queue: str | None = None
 
 
 def owner_key(file: Path) -> str:
@@ -67,7 +71,9 @@ async def serve(
         SettingsError: The chat template cannot join turns, or the address is taken.
         EngineError: The engine cannot start.
     """
-    gateway = Gateway(engine, tokenizer, options, sampling=alone.sampling)
+    feed = _feed(options.sessions, alone.queue)
+    told = None if feed is None else (lambda _session, _result: feed.news.set())
+    gateway = Gateway(engine, tokenizer, options, sampling=alone.sampling, on_finished=told)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)  # type: ignore[union-attr]  # a coroutine runs in a task
@@ -77,10 +83,20 @@ async def serve(
             await engine.start()
             await gateway.start()
             write_out(greeting(gateway, alone))
-            await asyncio.Event().wait()
+            await (asyncio.Event().wait() if feed is None else feed.run())
     finally:
         await gateway.close()
         await engine.close()
+        if feed is not None:
+            await feed.put_all()
+
+
+def _feed(sessions: Path | None, queue: str | None) -> QueueFeed | None:
+    if queue is None:
+        return None
+    if sessions is None:
+        raise SettingsError("a queue needs a folder of sessions (--sessions), so that none is lost on the way to it.")
+    return QueueFeed(sessions, SharedMemoryQueue.connect(queue))
 
 
 def greeting(gateway: Gateway, alone: StandaloneOptions) -> str:

@@ -1,0 +1,21 @@
+"""What an agent and the owner of sessions say to a gateway, by its URL."""
+
+from typing import Any
+
+import httpx
+import openai
+from chat_model import TOOLS
+
+
+async def said(gateway: Any, key: str, messages: list[Any], *, max_retries: int = 0, **fields: Any) -> dict[str, Any]:
+    """What the model says to a conversation."""
+    url = f"{gateway.url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key=key, timeout=50, max_retries=max_retries) as client:
+        whole = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS, **fields)
+    return whole.choices[0].message.model_dump(exclude_none=True)
+
+
+async def owner(gateway: Any, path: str, **body: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {gateway.owner_key}"}
+    async with httpx.AsyncClient(timeout=50) as client:
+        return await client.post(f"{gateway.url}{path}", json=body, headers=headers)
