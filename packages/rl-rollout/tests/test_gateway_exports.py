@@ -10,7 +10,7 @@ from chat_model import in_turn, make_tokenizer
 from gateway_site import gateway_site, run
 from gateway_talk import said
 
-from rl_core import Prompt, QueueOptions, SharedMemoryQueue, TaskSpec
+from rl_core import InProcessQueue, Prompt, TaskSpec
 from rl_rollout.cli import main
 from rl_rollout.gateway.exports import QueueFeed, export_sessions
 
@@ -96,15 +96,15 @@ def test_a_queue_gets_each_session_once_also_after_a_kill_in_between(kept, tmp_p
     for file in folder.glob("*.finished"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     task = TaskSpec(name="train", needs={"input_ids", "reward"})
-    queue = SharedMemoryQueue([task], options=QueueOptions())
+    queue = InProcessQueue([task])
     try:
         queue.issue([Prompt(uid="p", input_ids=np.array([1], np.int32))], num_sessions=2)
-        feed = QueueFeed(tmp_path, SharedMemoryQueue.connect(queue.address))
+        feed = QueueFeed(tmp_path, queue)
         asyncio.run(feed.put_all())
         assert len(list(tmp_path.glob("*.queued"))) == 2
         for file in tmp_path.glob("*.queued"):
             file.rename(file.with_suffix(".finished"))  # it was killed after the put
-        asyncio.run(QueueFeed(tmp_path, SharedMemoryQueue.connect(queue.address)).put_all())
+        asyncio.run(QueueFeed(tmp_path, queue).put_all())
         assert len(list(tmp_path.glob("*.queued"))) == 2
         lease = queue.lease("train", groups=1, deadline_s=30)
         assert [key.output_index for key in lease.batch.keys] == [0, 1]
