@@ -129,6 +129,7 @@ def check_kills(folder: Path, *, num_agents: int, num_turns: int, kill_at: list[
     assert sorted(row["reward"] for row in rows) == [float(index) for index in range(num_agents)]
 
 
+@pytest.mark.soak
 def test_agents_go_on_after_a_kill_and_every_session_trains_once(tmp_path):
     check_kills(tmp_path, num_agents=6, num_turns=6, kill_at=[15])
 

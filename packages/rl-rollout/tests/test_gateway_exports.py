@@ -42,21 +42,17 @@ def kept(tmp_path_factory):
 
 def test_files_have_each_trained_session_once_and_exactly(kept, tmp_path, capsys):
     folder, result = kept
-    model = tmp_path / "model"
-    make_tokenizer().wrapped.save_pretrained(model)
-    rows = {}
-    for end in ("jsonl", "parquet"):
-        target = tmp_path / f"out.{end}"
-        texts = ["--tokenizer", str(model)] if end == "parquet" else []
-        assert main(["sessions", "export", str(folder), "--to", str(target), *texts]) == 1
-        told = capsys.readouterr().out
-        assert "2 trajectories of 1 sessions" in told
-        assert "1 sessions that failed" in told
-        assert "session-00000000000000ff.finished" in told
-        assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
-        rows[end] = target
-    lines = [json.loads(line) for line in rows["jsonl"].read_text().splitlines()]
-    table = pq.read_table(rows["parquet"]).to_pylist()
+    assert main(["sessions", "export", str(folder), "--to", str(tmp_path / "out.jsonl")]) == 1
+    told = capsys.readouterr().out
+    assert "2 trajectories of 1 sessions" in told
+    assert "1 sessions that failed" in told
+    assert "session-00000000000000ff.finished" in told
+    decode = lambda rows: make_tokenizer().decode(rows, skip_special_tokens=False)
+    done = export_sessions(folder, tmp_path / "out.parquet", decode=decode)
+    assert (done.sessions, done.trajectories, done.failed, len(done.unreadable)) == (1, 2, 1, 1)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out.jsonl", "out.parquet"]
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    table = pq.read_table(tmp_path / "out.parquet").to_pylist()
     for line, cells, row in zip(lines, table, result.trajectories, strict=True):
         assert line["input_ids"] == cells["input_ids"] == row.input_ids.tolist()
         assert np.float32(line["rollout_logprobs"]).tolist() == cells["rollout_logprobs"]

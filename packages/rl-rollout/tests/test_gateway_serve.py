@@ -1,11 +1,18 @@
 """`rl-rollout serve`: what it refuses, and what it says."""
 
+import os
+import signal
 import socket
+import threading
+from pathlib import Path
 
+import httpx
 import pytest
 from chat_model import make_tokenizer
 
 from rl_rollout.cli import main
+
+SPEAKER = str(Path(__file__).parents[3] / "tests" / "support" / "speaker_engine")
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +57,33 @@ def test_the_owners_key_is_made_for_its_user_alone_and_kept(folder, tmp_path, ca
     assert file.stat().st_mode & 0o777 == 0o600
     refusal(capsys, folder, "--engine", "transformers", "--port", 0, "--owner-key-file", file)
     assert file.read_text() == first
+
+
+def test_it_serves_until_a_signal_and_then_ends_cleanly(folder, tmp_path, capfd, monkeypatch):
+    monkeypatch.syspath_prepend(SPEAKER)
+    answers, told = [], []
+
+    def talk():
+        while "ANTHROPIC_BASE_URL" not in "".join(told):
+            told.append(capfd.readouterr().out)
+        words = dict(word.split("=", 1) for word in "".join(told).split() if "_BASE_URL=" in word or "_KEY=" in word)
+        body = {"model": "any", "max_tokens": 50, "messages": [{"role": "user", "content": "go on"}]}
+        headers = {"x-api-key": words["ANTHROPIC_API_KEY"]}
+        with httpx.Client(base_url=words["ANTHROPIC_BASE_URL"], headers=headers, timeout=50) as client:
+            for _ in range(2):
+                answers.append(client.post("/v1/messages", json=body).json())
+                answers.append(client.get("/v1/models").json()["data"][0]["id"])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    client = threading.Thread(target=talk, daemon=True)
+    client.start()
+    words = ["--engine", "speaker", "--port", "0", "--open-session", "--sessions", str(tmp_path / "sessions")]
+    assert main(["serve", str(folder), *words, "--model", "small"]) == 0
+    client.join(60)
+    assert answers[0]["content"][0]["text"].startswith("1 ")
+    assert answers[1::2] == ["small", "small"]
+    assert main(["sessions", "list", str(tmp_path / "sessions")]) == 0
+    assert " 2 " in capfd.readouterr().out
+    export = ["sessions", "export", str(tmp_path / "sessions"), "--to", str(tmp_path / "out.jsonl")]
+    assert main([*export, "--tokenizer", str(folder)]) == 0
+    assert "0 trajectories of 0 sessions" in capfd.readouterr().out
