@@ -1,6 +1,5 @@
 """OpenAI's Responses and Completions through its SDK, and calls that a client demands."""
 
-import asyncio
 import json
 
 import anthropic

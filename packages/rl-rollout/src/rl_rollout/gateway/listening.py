@@ -64,21 +64,26 @@ class Listener:
                 callback_notify=self._notified,
             )
         )
+        self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; gives the port.
+    def bind(self, host: str, port: int) -> None:
+        """Take an address, once.
 
         Raises:
-            SettingsError: The address cannot be listened on.
+            SettingsError: It cannot be listened on.
         """
         try:
-            listening = socket.create_server((host, port), backlog=BACKLOG)
-        except OSError as error:
+            self._socket = self._socket or socket.create_server((host, port), backlog=BACKLOG)
+        except (OSError, OverflowError) as error:
             raise SettingsError(f"the gateway cannot listen on {host}:{port}: {error}.") from error
-        listening.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-        )  # connections inherit it; asyncio sets it here not
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # for connections; asyncio does not do it
+
+    async def start(self) -> int:
+        """Listen to the address that is taken; gives the port."""
+        listening = self._socket
+        if listening is None:
+            raise NotReadyError("the gateway's address is not taken.")
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
         async with asyncio.timeout(START_DEADLINE_S):
             while not self._server.started:
@@ -94,6 +99,9 @@ class Listener:
             self._server.should_exit = True
             await self._serving
             self._serving = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     async def _notified(self) -> None:
         now = asyncio.get_running_loop().time()

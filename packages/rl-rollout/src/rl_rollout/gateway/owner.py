@@ -78,31 +78,36 @@ class OwnerRoutes:
         return JSONResponse(_shown(self._session(request)))
 
     async def _reward(self, request: Request) -> Response:
-        session = self._session(request)
         body = await self._body(request)
+        session = self._gateway.sessions.by_id(request.path_params["id"])
         session.set_reward(body.get("reward"), body.get("components"))  # type: ignore[arg-type]  # checked there
         return JSONResponse(_shown(session))
 
     async def _finish(self, request: Request) -> Response:
-        session = self._session(request)
         body = await self._body(request)
-        if body.get("reward") is not None:
-            session.set_reward(body["reward"], body.get("components"))
-        if body.get("failure"):
-            session.failure = str(body["failure"])
-        if self._gateway.offers.finish(session):
-            return JSONResponse({**_shown(session), "failure": session.failure})
-        if session.reward is None and session.failure is None:
-            session.failure = "its owner finished the session without a reward"
-        result = await self._gateway.finish(session)
-        if self._on_finished is not None:
-            self._on_finished(session, result)
+        session = self._session(request)
+        if session.is_finished:  # asked again, since the answer was lost
+            result = session.result()
+        else:
+            if body.get("reward") is not None:
+                session.set_reward(body["reward"], body.get("components"))
+            if body.get("failure"):
+                session.failure = str(body["failure"])
+            if self._gateway.offers.finish(session):
+                return JSONResponse({**_shown(session), "failure": session.failure})
+            if session.reward is None and session.failure is None:
+                session.failure = "its owner finished the session without a reward"
+            result = await self._gateway.finish(session)
+            if self._on_finished is not None:
+                self._on_finished(session, result)
         rows = [] if result.failure else [_row(row) for row in result.trajectories]
         return JSONResponse({**_shown(session), "failure": result.failure, "trajectories": rows})
 
     def _session(self, request: Request) -> Session:
         self._admit(request)
-        return self._gateway.sessions.by_id(request.path_params["id"])
+        session_id, journal = request.path_params["id"], self._gateway.journal
+        finished = None if journal is None else journal.find_finished(session_id)
+        return finished or self._gateway.sessions.by_id(session_id)
 
     async def _body(self, request: Request) -> dict[str, Json]:
         self._admit(request)

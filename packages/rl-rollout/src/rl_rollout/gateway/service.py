@@ -79,6 +79,7 @@ class _Request:
     ask: Ask
     number: int
     digests: Sequence[bytes]
+    num_known: int
     turn: Turn
     input_ids: IntArray
     started_at: float = field(default_factory=time.perf_counter)
@@ -215,6 +216,7 @@ class PolicyService:
                 samples=samples,
                 num_prompt_tokens=len(request.input_ids),
                 overridden=overridden,
+                log=session.log,
             )
 
     def _check_length(self, ask: Ask) -> None:
@@ -283,12 +285,13 @@ class PolicyService:
         else:
             new_ids = _templated(lambda: self._new_ids(place, ask, digests[0]))
         self._count_place(session, place, ask)
-        turn = tree.open_turn(place, digests, new_ids, asked_by=messages[-1].role)
+        turn = tree.open_turn(place, digests, new_ids, asked_by=messages[-1].role if messages else "user")
         return _Request(
             session=session,
             ask=ask,
             number=number,
             digests=digests,
+            num_known=place.num_known,
             turn=turn,
             input_ids=turn.input_ids,
             started_at=started_at,
@@ -319,12 +322,14 @@ class PolicyService:
         except RLError as error:
             session.note_fault(digest, str(error))
             self._count(session, "engine_errors")
+            session.keep()
             raise RefusedError(f"the engine cannot serve the request: {error}", kind="api_error") from error
         for generation in generations:
             if generation.finish_reason == "abort" or not len(generation.token_ids):
                 reason = f"the engine gave {len(generation.token_ids)} tokens and aborted"
                 session.note_fault(digest, reason)
                 self._count(session, "abandoned_tokens", sum(len(one.token_ids) for one in generations))
+                session.keep()
                 raise RefusedError(f"{reason}.", kind="api_error")
         session.faults.pop(digest, None)
         return generations, time.perf_counter() - started_at
@@ -359,10 +364,12 @@ class PolicyService:
             never_trains=not ask.trains or ask.wishes.max_tokens == 1 or ask.wishes.structure is not None,
             is_delivered=False,
         )
-        session.tree.add(sample, request.digests)
         self._count(session, "sampled_tokens", len(generation.token_ids))
         if sample.never_trains:
             self._count(session, "probes")
+        if session.log is not None:
+            session.log.said(sample, request.digests[request.num_known :])
+        session.tree.add(sample, request.digests)
         return sample
 
     def _count_place(self, session: Session, place: Place, ask: Ask) -> None:
