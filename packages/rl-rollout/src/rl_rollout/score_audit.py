@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import structlog
 
-from rl_core.data import Trajectory
+from rl_core.data import FloatArray, Trajectory
 from rl_core.errors import DataError, RLError
 from rl_core.record_fields import record
 from rl_core.weights import BFLOAT16_TOLERANCES
@@ -104,7 +104,7 @@ class ScoreAudit:
             log.warning("sessions_not_scored_again", reason=reason)
 
 
-def _compared(row: Trajectory, scores: Sequence[float]) -> Rescored:
+def _compared(row: Trajectory, scores: FloatArray) -> Rescored:
     """The differences of a trajectory's trained tokens, turn by turn.
 
     Raises:

@@ -127,7 +127,7 @@ def read_choice(choice: Json, tools: Tools, kinds: Mapping[str, str]) -> tuple[b
     kind = kinds.get(str(given.get("type")))
     if kind is None:
         raise refused_field("tool_choice", choice, f"one of {[*kinds]}")
-    names = tuple(str(tool["function"]["name"]) for tool in tools)  # type: ignore[index, call-overload]  # read above
+    names = tuple(str(tool["function"]["name"]) for tool in tools)
     if kind == "named":
         inner = given.get("function")
         name = inner.get("name") if isinstance(inner, dict) else given.get("name")

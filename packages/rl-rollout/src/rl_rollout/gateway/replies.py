@@ -197,9 +197,9 @@ class ReplyStream:
         content = content[: min(ends, default=len(content))].strip()
         return self._say(reasoning=reasoning, content=content)
 
-    def _say(self, **whole: str) -> list[tuple[str, str]]:
-        pieces = unsaid(ChatMessage(role="assistant", **whole), self.said)
-        self.said = whole
+    def _say(self, *, reasoning: str, content: str) -> list[tuple[str, str]]:
+        pieces = unsaid(ChatMessage(role="assistant", reasoning=reasoning, content=content), self.said)
+        self.said = {"reasoning": reasoning, "content": content}
         return pieces
 
 

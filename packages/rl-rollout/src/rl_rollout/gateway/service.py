@@ -447,9 +447,9 @@ def _call_schema(ask: Ask) -> str:
     """The JSON schema of a call of one of the tools of which one must be called."""
     calls = []
     for function in (tool["function"] for tool in ask.tools):
-        name = function["name"]  # type: ignore[index, call-overload]  # read as such
+        name = function["name"]
         if name in ask.must_call:
-            properties = {"name": {"const": name}, "arguments": function["parameters"]}  # type: ignore[index, call-overload]
+            properties = {"name": {"const": name}, "arguments": function["parameters"]}
             calls.append({"type": "object", "properties": properties, "required": [*properties]})
     return json.dumps({"anyOf": calls})
 
