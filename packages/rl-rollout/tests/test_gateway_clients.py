@@ -75,7 +75,7 @@ def test_openai_turns_with_tools_are_one_trajectory():
             (row,), texts = await finished(gateway, session)
             assert texts == [f"I add. {CALL}{CALL}<|im_end|>3 and 3<|im_end|>"]
             assert row.reward == 1.0
-            assert row.extras["turns"] == 2
+            assert row.extras["gateway"]["turns"] == 2
 
     run(talk)
 

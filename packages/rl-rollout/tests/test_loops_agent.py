@@ -1,61 +1,20 @@
 """Agents as programs of their own, real processes all: what they get, how they end, what trains and what is left."""
 
 import asyncio
-import contextlib
 import os
 import re
 import shutil
 import tempfile
-import textwrap
 from pathlib import Path
 
+import httpx
 import pytest
-from chat_model import Speaker, chat_prompt, encode, in_turn, make_tokenizer, run_loop
+from agent_program import processes_with, run_agent, write_agent
+from chat_model import Speaker, chat_prompt, encode, make_tokenizer
 
 from rl_core.errors import EngineError, RolloutError, SettingsError
 from rl_rollout import RewardScorer, Rollout, SamplingParams, quick
-from rl_rollout.engines.protocol import EngineTraits
-from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.loops import resolve_loop
-
-ASK = """
-import json, os, sys, time, urllib.request
-def ask(*said):
-    roles = ["user", "assistant"] * len(said)
-    messages = [{"role": role, "content": text} for role, text in zip(roles, said)]
-    body = json.dumps({"model": "any", "messages": messages}).encode()
-    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=50) as answer:
-        return json.load(answer)["choices"][0]["message"]["content"]
-"""
-
-
-def write_agent(folder, source):
-    path = folder / "agent.py"
-    path.write_text(ASK + textwrap.dedent(source))
-    return ["python", str(path)]
-
-
-TRAITS = EngineTraits(name="scripted", max_model_len=4096, vocab_size=1 << 20)
-SAY = in_turn("one", "two", "three")
-
-
-def run_agent(command, *, say=SAY, script=None, prompt="1+2?", num_sessions=1, reward=None, **options):
-    """The sessions of one prompt, and what the reward function was given for them."""
-    tokenizer = make_tokenizer()
-    speaker = Speaker(tokenizer, lambda heard: say(heard) + "<|im_end|>")
-    if script is not None:
-        speaker.engine = ScriptedEngine(script, end_token_ids=[tokenizer.eos_token_id], traits=TRAITS)
-    given = []
-
-    def judge(one):
-        given.append(one)
-        return 1.0 if reward is None else reward(one)
-
-    loop = resolve_loop("agent", {"command": command, "time_limit_s": 60, **options})
-    (group,) = run_loop(loop, speaker, [chat_prompt(tokenizer, prompt)], num_sessions=num_sessions, reward=judge)
-    return group.sessions, given
 
 
 def test_an_agent_gets_its_prompt_and_its_turns_train(tmp_path):
@@ -85,7 +44,7 @@ def test_an_agent_gets_its_prompt_and_its_turns_train(tmp_path):
         assert session.failure is None
         (row,) = session.trajectories
         assert row.reward == 0.5
-        assert row.extras["turns"] == 2
+        assert row.extras["gateway"]["turns"] == 2
         assert (row.extras["ended_by"], row.extras["exit_code"]) == ("exited", 0)
     assert [one.response_text for one in given] == ["two", "two"]
     assert [one.agent.stdout for one in given] == ["two\n", "two\n"]
@@ -97,12 +56,11 @@ def test_an_agent_gets_its_prompt_and_its_turns_train(tmp_path):
 FAULTS = {
     "killed": ("ask('a'); os.kill(os.getpid(), 9)", ("exited", -9)),
     "fails": ("ask('a'); sys.exit('no way')", ("exited", 1)),
-    "hangs": ("import signal; signal.signal(15, signal.SIG_IGN); ask('a'); time.sleep(1000)", ("wall_time", None)),
     "floods": (
         "ask('a')\nwhile True: sys.stderr.write('y' * 65536); sys.stdout.write('y' * 65536); sys.stdout.flush()",
         ("output", None),
     ),
-    "hangs in a request": ("ask('a'); ask('slow')", ("wall_time", None)),
+    "hangs": ("import signal; signal.signal(15, signal.SIG_IGN); ask('a'); ask('slow')", ("wall_time", None)),
     "closes its streams": ("ask('a'); [os.close(fd) for fd in (0, 1, 2)]; ask('a'); os._exit(3)", ("exited", 3)),
 }
 
@@ -110,7 +68,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_an_agent_does_to_itself_is_rewarded_with_its_trace(tmp_path, fault):
     source, ended = FAULTS[fault]
-    options = {"time_limit_s": 3.0} if ended[0] == "wall_time" else {}
+    options = {"time_limit_s": 8.0} if ended[0] == "wall_time" else {}
 
     async def say(request, index):
         (heard,) = tokenizer.decode([request.input_ids])
@@ -126,16 +84,6 @@ def test_what_an_agent_does_to_itself_is_rewarded_with_its_trace(tmp_path, fault
     texts = tokenizer.decode([row.input_ids[row.loss_mask] for row in session.trajectories])
     assert texts == ["one"] * len(texts)
     assert session.trajectories[-1].extras["ended_by"] == ended[0]
-
-
-def processes_with(mark):
-    """Processes of the machine that have a text in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
 
 
 FORKS = """
@@ -190,15 +138,46 @@ def test_what_is_not_an_agents_doing_fails_its_session(tmp_path):
     program.chmod(0o755)
     (session,), _ = run_agent([str(program)])
     assert session.failure.startswith(
-        "the agent's program cannot run: the sandbox could not be made: Exec format error"
+        "the agent's program cannot run: the program could not be started: Exec format error"
     )
     (tmp_path / "template").mkdir()
     (tmp_path / "template" / "socket").symlink_to("nowhere")
     loop = resolve_loop("agent", {"command": ["true"], "workspace": str(tmp_path / "template")})
     shutil.rmtree(tmp_path / "template")
     with pytest.raises(RolloutError, match=r"workspace cannot be copied: cp: .*No such file"):
-        asyncio.run(loop._program._fill(tmp_path / "copy"))
+        asyncio.run(loop._agents._fill(tmp_path / "copy"))
     assert given == []
+
+
+def test_a_workspace_may_have_anything_in_it_and_is_gone_whatever_an_agent_made_of_it(tmp_path):
+    template = tmp_path / "template"
+    (template / "folder").mkdir(parents=True)
+    (tmp_path / "outside.txt").write_text("kept")
+    (template / "link").symlink_to(tmp_path / "outside.txt")
+    (template / "dangling").symlink_to("nowhere")
+    os.mkfifo(template / "pipe")
+    with (template / "huge").open("wb") as file:
+        file.truncate(1 << 40)  # holes alone
+    (template / "folder" / "program").write_text("#!/bin/sh\nexit 0\n")
+    (template / "folder" / "program").chmod(0o755)
+    source = """
+    import stat, subprocess
+    assert os.readlink("dangling") == "nowhere" and os.path.islink("link") and stat.S_ISFIFO(os.stat("pipe").st_mode)
+    assert os.stat("huge").st_size == 1 << 40 and os.stat("huge").st_blocks * 512 < 1 << 20
+    assert subprocess.run(["folder/program"]).returncode == 0
+    ask("a")
+    os.mkdir("deep")
+    for number in range(300):
+        os.mkdir("deep/" * 1 + "d"); os.rename("deep/d", "d"); os.rename("deep", "d/deep"); os.rename("d", "deep")
+    open("folder/locked", "w").close()
+    os.chmod("folder", 0o500)
+    sys.exit(4)
+    """
+    (session,), (given,) = run_agent(write_agent(tmp_path, source), workspace=str(template))
+    assert session.failure is None
+    assert (given.agent.exit_code, given.agent.stderr) == (4, "")
+    assert not Path(given.agent.workspace).parent.exists()
+    assert (tmp_path / "outside.txt").read_text() == "kept"
 
 
 def test_an_engine_that_fails_is_no_reward_unless_a_retry_made_it_good(tmp_path):
@@ -226,14 +205,155 @@ def test_an_engine_that_fails_is_no_reward_unless_a_retry_made_it_good(tmp_path)
         ({"command": ["no-such-program-here"]}, "there is no program 'no-such-program-here' on the PATH"),
         ({"command": ["python", "pyproject.toml"]}, 'Write "{cwd}/pyproject.toml"'),
         ({"command": ["true"], "workspace": "/nowhere"}, "workspace of an agent must be a folder; found /nowhere"),
-        ({"command": []}, "an agent needs a command"),
+        ({"command": []}, "an agent needs one of command"),
+        ({"command": ["true"], "remote": True}, "an agent needs one of command"),
+        ({"remote": True}, "remote agents need gateway.owner_key"),
+        ({"function": "own_agents.py:plain"}, "must be an `async def`"),
         ({"command": ["true"], "time_limit_s": 0}, "time_limit_s of an agent must be above 0"),
         ({"command": ["true"], "gateway": {"service": {"decided_by": "client"}}}, 'must be "run"'),
         ({"command": ["true"], "gateway": {"host": "192.0.2.1"}}, "cannot listen on 192.0.2.1"),
     ],
 )
-def test_check_refuses_what_cannot_run(options, expected, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[1])
+def test_check_refuses_what_cannot_run(options, expected, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("pyproject.toml").touch()
+    Path("own_agents.py").write_text("def plain(task): pass")
     with pytest.raises(SettingsError, match=re.escape(expected)):
         asyncio.run(resolve_loop("agent", options).check(make_tokenizer()))
-    assert asyncio.run(resolve_loop("agent", {"command": ["true"]}).check(make_tokenizer())) == ["agent: true"]
+    assert asyncio.run(resolve_loop("agent", {"command": ["true"]}).check(make_tokenizer())) == [
+        "agent (unconfined): true"
+    ]
+
+
+OWN_AGENTS = """
+import asyncio, openai
+async def ask(task, text):
+    async with openai.AsyncOpenAI(base_url=task.base_url + "/v1", api_key=task.api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": text}]
+        done = await client.chat.completions.create(model="any", messages=messages)
+        return done.choices[0].message.content
+async def rewards_itself(task):
+    assert task.prompt.ground_truth is None and task.session_index == 0
+    return {"reward": len(await ask(task, task.text)), "short": 1.0}
+async def leaves_it(task):
+    await ask(task, task.text)
+async def raises(task):
+    await ask(task, task.text)
+    raise KeyError("board")
+async def gives_no_number(task):
+    await ask(task, task.text)
+    return "good"
+async def hangs(task):
+    await ask(task, task.text)
+    while True:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            if ENDS: raise
+            ENDS.append(1)
+ENDS = []
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "reward", "failure"),
+    [
+        ("rewards_itself", 3.0, None),
+        ("leaves_it", 1.0, None),
+        ("hangs", 1.0, None),
+        (
+            "raises",
+            None,
+            r"agent 'own_agents.py:raises' raised KeyError: 'board' \(own_agents.py, line 15",
+        ),
+        ("gives_no_number", None, "reward = 'good'"),
+    ],
+)
+def test_a_function_is_an_agent_too(tmp_path, name, reward, failure):
+    (tmp_path / "own_agents.py").write_text(OWN_AGENTS)
+    options = {"function": f"{tmp_path}/own_agents.py:{name}", "time_limit_s": 5.0 if name == "hangs" else 60}
+    (session,), given = run_agent([], **options)
+    assert len(session.trajectories) == 1
+    assert session.trajectories[0].reward == reward
+    if failure is None:
+        assert session.failure is None
+        assert [one.agent and one.agent.ended for one in given] == {
+            "rewards_itself": [],
+            "leaves_it": [None],
+            "hangs": ["wall_time"],
+        }[name]
+    else:
+        assert re.search(failure, session.failure)
+
+
+OWNER = "k" * 40
+
+
+def test_workers_elsewhere_claim_sessions_and_finish_them():
+    async def work(url, *, finish):
+        """Claims a session, asks with its key, and finishes it."""
+        owner = {"authorization": f"Bearer {OWNER}"}
+        async with httpx.AsyncClient(base_url=url, timeout=50) as client:
+            assert (await client.post("/sessions/claim", json={})).status_code == 401
+            claimed = (await client.post("/sessions/claim", json={"wait_s": 50}, headers=owner)).json()
+            assert claimed["prompt"] == "1+2?"
+            assert "ground_truth" not in claimed
+            assert 0 < claimed["seconds_left"] <= 60
+            body = {"model": "any", "messages": claimed["messages"]}
+            key = {"x-api-key": claimed["key"]}
+            asked = await client.post(f"{claimed['base_url']}/v1/chat/completions", json=body, headers=key)
+            assert asked.status_code == 200
+            path = f"/sessions/{claimed['id']}/finish"
+            assert (await client.post(path, json=finish, headers=owner)).status_code == 200
+            return key, body
+
+    async def together():
+        await speaker.engine.start()
+        options = {"remote": True, "time_limit_s": 60, "gateway": {"owner_key": OWNER}}
+        loop = resolve_loop("agent", options)
+        scorer = RewardScorer(quick(lambda given: 0.25))
+        rollout = Rollout(speaker.engine, loop, scorer=scorer, decode=tokenizer.decode, tokenizer=tokenizer)
+        await rollout.start()
+        url = loop._gateway.url
+        prompt = chat_prompt(tokenizer, "1+2?")
+        running = asyncio.create_task(rollout.run([prompt], num_sessions=3, sampling=SamplingParams(max_tokens=99)))
+        finishes = ({"reward": 0.5}, {}, {"failure": "no browser here"})
+        worked = await asyncio.gather(*(work(url, finish=finish) for finish in finishes))
+        (group,) = await running
+        async with httpx.AsyncClient(base_url=url) as client:
+            for key, body in worked:
+                assert (await client.post("/v1/chat/completions", json=body, headers=key)).status_code == 401
+            owner = {"authorization": f"Bearer {OWNER}"}
+            none = await client.post("/sessions/claim", json={"wait_s": 0.01}, headers=owner)
+            assert none.status_code == 204
+        rollout.close()
+        return group
+
+    tokenizer = make_tokenizer()
+    speaker = Speaker(tokenizer, lambda heard: "one<|im_end|>")
+    group = asyncio.run(together())
+    assert group.failures == ("no browser here",)
+    assert sorted(row.reward for row in group.trajectories) == [0.25, 0.5]
+
+
+def test_what_nobody_claims_or_finishes_in_time_fails_and_its_key_dies():
+    async def wait():
+        await speaker.engine.start()
+        loop = resolve_loop("agent", {"remote": True, "time_limit_s": 0.2, "gateway": {"owner_key": OWNER}})
+        scorer = RewardScorer(quick(lambda given: 0.25))
+        rollout = Rollout(speaker.engine, loop, scorer=scorer, decode=tokenizer.decode, tokenizer=tokenizer)
+        await rollout.start()
+        claiming = asyncio.create_task(loop._gateway.offers.claim())
+        run = rollout.run([chat_prompt(tokenizer, "1+2?")], num_sessions=2, sampling=SamplingParams(max_tokens=99))
+        (group,) = await run
+        assert len(loop._gateway.sessions) == 0
+        assert (await claiming).session.is_finished
+        rollout.close()
+        return group
+
+    tokenizer = make_tokenizer()
+    speaker = Speaker(tokenizer, lambda heard: "one<|im_end|>")
+    assert sorted(asyncio.run(wait()).failures) == [
+        "the session was not claimed by a worker within 0.2 s.",
+        "the session was not finished by its worker within 0.2 s.",
+    ]

@@ -64,7 +64,7 @@ class StandIn:
     async def play(self, task, model):
         ids = encode(TOKENIZER, f"<|im_start|>user\n{task}{END}<|im_start|>assistant\n").tolist()
         mask = [False] * len(ids)
-        async with httpx.AsyncClient(timeout=50) as http:
+        async with httpx.AsyncClient(timeout=50, verify=False) as http:  # no certificates are read
             for turn in range(2):
                 said = await self.generate(http, model, ids)
                 ids, mask = [*ids, *said], [*mask, *[True] * len(said)]
@@ -252,9 +252,9 @@ def test_what_fails_in_an_episode_fails_its_session_alone(stand_in):
             raise EngineError("no memory")
         return f"Yes{END}"
 
-    groups, _ = play(3, 4, 0, 9, True, say=say, timeout_s=1.0)
+    groups, _ = play(3, 4, 0, 9, True, say=say, timeout_s=4.0)
     assert groups[0].failures == ("no memory",) * 2
-    assert groups[1].failures == ("the episode took longer than 1 s",) * 2
+    assert groups[1].failures == ("the episode took longer than 4 s",) * 2
     assert groups[2].failures == ()
     assert "must be the index of a task, 0 to 4; found 9" in groups[3].failures[0]
     assert "found True" in groups[4].failures[0]

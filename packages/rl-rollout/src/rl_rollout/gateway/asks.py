@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,6 +15,9 @@ from rl_rollout.gateway.messages import ChatMessage
 from rl_rollout.gateway.replies import NOTHING_SAID, ReplyForm, ReplyStream, unsaid
 from rl_rollout.gateway.sampling import Wishes
 from rl_rollout.gateway.tree import Sample
+
+if TYPE_CHECKING:
+    from rl_rollout.gateway.journal import SessionLog
 
 MAX_CHOICES = 16
 
@@ -70,12 +73,14 @@ class Answer:
         num_prompt_tokens: That the engine was given.
         overridden: What of the request is not honoured, by field.
         name: Of the request, unlike all others.
+        log: Keeps that it was delivered.
     """
 
     name: str
     samples: Sequence[Sample]
     num_prompt_tokens: int
     overridden: Mapping[str, str]
+    log: "SessionLog | None" = None
 
     @property
     def num_sampled(self) -> int:
@@ -86,6 +91,8 @@ class Answer:
         """Say that the client got it."""
         for sample in self.samples:
             sample.is_delivered = True
+        if self.log is not None:
+            self.log.delivered(self.samples)
 
 
 class Live:

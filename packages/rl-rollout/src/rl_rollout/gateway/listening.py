@@ -64,39 +64,46 @@ class Listener:
                 callback_notify=self._notified,
             )
         )
+        self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; gives the port.
+    def bind(self, host: str, port: int) -> None:
+        """Take an address, once.
 
         Raises:
-            SettingsError: The address cannot be listened on.
+            SettingsError: It cannot be listened on.
         """
         try:
-            self._listening = socket.create_server((host, port), backlog=BACKLOG)
-        except OSError as error:
+            self._socket = self._socket or socket.create_server((host, port), backlog=BACKLOG)
+        except (OSError, OverflowError) as error:
             raise SettingsError(f"the gateway cannot listen on {host}:{port}: {error}.") from error
-        self._listening.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-        )  # connections inherit it, asyncio does not
-        self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._listening]))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # for connections; asyncio does not do it
+
+    async def start(self) -> int:
+        """Listen to the address that is taken; gives the port."""
+        listening = self._socket
+        if listening is None:
+            raise NotReadyError("the gateway's address is not taken.")
+        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
         async with asyncio.timeout(START_DEADLINE_S):
             while not self._server.started:
                 if self._serving.done():
                     self._serving.result()
                     raise NotReadyError("the gateway's server ended as it began.")
                 await asyncio.sleep(0.005)
-        return int(self._listening.getsockname()[1])
+        return int(listening.getsockname()[1])
 
     async def close(self) -> None:
         """Listen no longer; requests under way get some seconds. Can be called twice."""
-        if self._serving is not None:
-            self._server.should_exit = True
-            try:
-                await self._serving
-            finally:
-                self._serving = None
-                self._listening.close()  # uvicorn does not, where its loop ends first
+        serving, self._serving = self._serving, None
+        self._server.should_exit = True
+        try:
+            if serving is not None:
+                await serving
+        finally:  # uvicorn does not close it, where the event loop ends first
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
 
     async def _notified(self) -> None:
         now = asyncio.get_running_loop().time()

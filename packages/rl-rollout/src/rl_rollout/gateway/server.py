@@ -4,6 +4,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rl_core.data import Json
@@ -11,6 +12,9 @@ from rl_core.errors import MissingExtraError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.gateway.asks import Answer, Ask, Live
+from rl_rollout.gateway.journal import Journal
+from rl_rollout.gateway.offers import Offers
+from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.service import PolicyService, ServiceOptions
 from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
 from rl_rollout.loops.protocol import SessionResult
@@ -57,6 +61,7 @@ class GatewayOptions:
             most.
         max_sessions: Sessions that are open at once.
         grace_s: How long after its wall time a session can still be rewarded and finished; then it is removed.
+        sessions: Folder in which sessions are kept; a gateway that was killed goes on with them. None keeps none.
         service: How requests are answered.
     """
 
@@ -69,6 +74,7 @@ class GatewayOptions:
     max_connections: int = 4096
     max_sessions: int = 4096
     grace_s: float = 600.0
+    sessions: Path | None = None
     service: ServiceOptions = ServiceOptions()
 
     def __post_init__(self) -> None:
@@ -89,7 +95,9 @@ class Gateway:
 
     Attributes:
         sessions: Those that are open.
+        journal: Keeps them on disk.
         service: Answers their requests.
+        offers: Those that wait for workers elsewhere.
         owner_key: Of the owner's routes.
         url: Base of all routes, once started; agents of OpenAI's SDK append "/v1", those of Anthropic's do not.
     """
@@ -117,10 +125,14 @@ class Gateway:
         """
         self.options = options or GatewayOptions()
         self.service = PolicyService(engine, tokenizer, self.options.service)
+        self.offers = Offers()
         self.sessions = Sessions(max_sessions=self.options.max_sessions)
         self.owner_key = self.options.owner_key or f"rl-owner-{secrets.token_urlsafe(32)}"
         self.url = ""
         self._sampling = sampling
+        self.journal = None if self.options.sessions is None else Journal(self.options.sessions)
+        for session in self.journal.restore(self._drawn) if self.journal else ():
+            self.sessions.adopt(session)
         self._on_finished = on_finished
         self._bodies = BodyReader(max_bytes=self.options.max_body_bytes, timeout_s=self.options.client_timeout_s)
         self._listener = Listener(
@@ -130,18 +142,28 @@ class Gateway:
             every_second=self._remove_expired,
         )
 
+    def bind(self) -> None:
+        """Take the address; `start` does so by itself, but a taken one should be known before a model is loaded.
+
+        Raises:
+            SettingsError: The address cannot be listened on.
+        """
+        self._listener.bind(self.options.host, self.options.port)
+
     async def start(self) -> None:
         """Listen.
 
         Raises:
             SettingsError: The address cannot be listened on.
         """
-        host = self.options.host
-        self.url = f"http://{host}:{await self._listener.start(host, self.options.port)}"
+        self.bind()
+        self.url = f"http://{self.options.host}:{await self._listener.start()}"
 
     async def close(self) -> None:
         """Listen no longer; requests under way get some seconds. Can be called twice."""
         await self._listener.close()
+        if self.journal is not None:
+            self.journal.close()
 
     def open(
         self,
@@ -164,16 +186,33 @@ class Gateway:
         Raises:
             RefusedError: Too many are open.
         """
-        return self.sessions.open(
+        session = self.sessions.open(
             prompt_uid=prompt_uid,
             session_index=session_index,
-            sampling=sampling or (lambda _turn: self._sampling),
+            sampling=sampling or self._drawn,
             limits=limits,
             metadata=metadata,
         )
+        if self.journal is not None:
+            try:
+                self.journal.begin(session)
+            except RefusedError:
+                self.sessions.forget(session)
+                raise
+        return session
 
     async def finish(self, session: Session) -> SessionResult:
-        """End a session: its requests are aborted, and what it has is audited."""
+        """End a session: its requests are aborted, and what it has is audited.
+
+        Raises:
+            RefusedError: That it is finished cannot be kept, so it is not.
+        """
+        session.is_finished = True
+        try:
+            session.keep()
+        except RefusedError:
+            session.is_finished = False
+            raise
         self.sessions.forget(session)
         if session.running:
             await self.service.engine.abort(set(session.running))
@@ -181,6 +220,9 @@ class Gateway:
         if result.failure is not None and result.failure.startswith("the audit"):
             self.service.counts["audit_failures"] += 1
         return result
+
+    def _drawn(self, _turn: int) -> SamplingParams:
+        return self._sampling
 
     def application(self) -> Starlette:
         """The routes, for a server of one's own."""

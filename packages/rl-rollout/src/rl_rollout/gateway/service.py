@@ -79,6 +79,7 @@ class _Request:
     ask: Ask
     number: int
     digests: Sequence[bytes]
+    num_known: int
     turn: Turn
     input_ids: IntArray
     started_at: float = field(default_factory=time.perf_counter)
@@ -190,7 +191,7 @@ class PolicyService:
             sampling, overridden = decide(
                 ask.wishes, session.sampling(number), decided_by=self.options.decided_by, room=room
             )
-            self._report(overridden)
+            self._report(session, overridden)
             stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._stop_token_ids)))
             engine_request = GenerateRequest(
                 input_ids=request.input_ids,
@@ -208,12 +209,15 @@ class PolicyService:
                 live.begin(name.replace("/", "-"), len(request.input_ids), overridden)
             generations, engine_s = await self._generate(request, engine_request)
             samples = [self._keep(request, generation, engine_s) for generation in generations]
-            self.overheads_ms.append((time.perf_counter() - request.started_at - engine_s) * 1000)
+            overhead_ms = (time.perf_counter() - request.started_at - engine_s) * 1000
+            self.overheads_ms.append(overhead_ms)
+            session.overheads_ms.append(overhead_ms)
             return Answer(
                 name=name.replace("/", "-"),
                 samples=samples,
                 num_prompt_tokens=len(request.input_ids),
                 overridden=overridden,
+                log=session.log,
             )
 
     def _placed(self, session: Session, ask: Ask, number: int) -> _Request:
@@ -229,12 +233,13 @@ class PolicyService:
         else:
             new_ids = _templated(lambda: self._new_ids(place, ask, digests[0]))
         self._count_place(session, place, ask)
-        turn = tree.open_turn(place, digests, new_ids)
+        turn = tree.open_turn(place, digests, new_ids, asked_by=messages[-1].role if messages else "user")
         return _Request(
             session=session,
             ask=ask,
             number=number,
             digests=digests,
+            num_known=place.num_known,
             turn=turn,
             input_ids=turn.input_ids,
             started_at=started_at,
@@ -265,12 +270,14 @@ class PolicyService:
         except RLError as error:
             session.note_fault(digest, str(error))
             self._count(session, "engine_errors")
+            session.keep()
             raise RefusedError(f"the engine cannot serve the request: {error}", kind="api_error") from error
         for generation in generations:
             if generation.finish_reason == "abort" or not len(generation.token_ids):
                 reason = f"the engine gave {len(generation.token_ids)} tokens and aborted"
                 session.note_fault(digest, reason)
                 self._count(session, "abandoned_tokens", sum(len(one.token_ids) for one in generations))
+                session.keep()
                 raise RefusedError(f"{reason}.", kind="api_error")
         session.faults.pop(digest, None)
         return generations, time.perf_counter() - started_at
@@ -305,10 +312,12 @@ class PolicyService:
             never_trains=not ask.trains or ask.wishes.max_tokens == 1 or ask.wishes.structure is not None,
             is_delivered=False,
         )
-        session.tree.add(sample, request.digests)
         self._count(session, "sampled_tokens", len(generation.token_ids))
         if sample.never_trains:
             self._count(session, "probes")
+        if session.log is not None:
+            session.log.said(sample, request.digests[request.num_known :])
+        session.tree.add(sample, request.digests)
         return sample
 
     def _count_place(self, session: Session, place: Place, ask: Ask) -> None:
@@ -324,8 +333,9 @@ class PolicyService:
             if reason != "first":
                 log.info("gateway_new_root", session=session.session_id, differs=reason, message_index=place.num_known)
 
-    def _report(self, overridden: Mapping[str, str]) -> None:
+    def _report(self, session: Session, overridden: Mapping[str, str]) -> None:
         """Say once of each field that it is overridden."""
+        session.counts["overridden"] += bool(overridden)
         for name, change in overridden.items():
             self.counts[f"overridden_{name}"] += 1
             if name not in self._logged:

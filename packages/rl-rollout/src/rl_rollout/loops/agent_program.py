@@ -5,15 +5,18 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from rl_core.data import Json, Prompt
 from rl_core.errors import RoleError, RolloutError, SettingsError
-from rl_core.record_fields import record
 from rl_rollout.loops.agent_options import AgentOptions
+from rl_rollout.loops.agent_task import AgentOutcome, AgentTask
 from rl_rollout.rewards.protocol import AgentRun
 from rl_rollout.sandbox import Command, Sandbox, SandboxLimits, SandboxOptions
 from rl_rollout.sandbox.folder import sandbox_folder
@@ -26,42 +29,19 @@ MAX_VARIABLE_BYTES = 1 << 17
 SHOWN_CHARS = 400
 
 
-@record
-class Task:
-    """What an agent is asked to do.
-
-    Attributes:
-        prompt: The row.
-        base_url: Of the gateway; clients of OpenAI's API append "/v1".
-        api_key: Of the session.
-    """
-
-    prompt: Prompt
-    base_url: str
-    api_key: str
-
-    @property
-    def text(self) -> str:
-        """The prompt as one text."""
-        if not self.prompt.messages:
-            return str(self.prompt.columns.get("prompt", ""))
-        return "\n\n".join(str(message.get("content", "")) for message in self.prompt.messages)
-
-
 class AgentProgram:
     """Runs the program of sessions."""
 
     def __init__(self, options: AgentOptions) -> None:
         """Keep the options; nothing runs yet."""
         self._options = options
-        limits = SandboxLimits(wall_s=options.time_limit_s, stdout_bytes=options.max_output_bytes)
-        self._sandbox = Sandbox(SandboxOptions(limits=limits, isolation="none", network="allow"))
+        self._sandbox = Sandbox(_sandbox_options(options))
 
     async def check(self) -> str:
         """Refuse what cannot run; gives a line for a plan.
 
         Raises:
-            SettingsError: The command or the workspace does not exist.
+            SettingsError: The command or the workspace does not exist, or no sandbox works here.
         """
         workspace, (program, *arguments) = self._options.workspace, self._options.command
         if workspace is not None and not workspace.is_dir():
@@ -81,11 +61,12 @@ class AgentProgram:
                 f"command: there is no program {program!r} on the PATH. Install it, or give the whole path of an "
                 "executable file."
             )
-        return f"agent: {' '.join(self._options.command)}"
+        level = await self._sandbox.start()
+        return f"agent ({level}): {' '.join(self._options.command)}"
 
     @asynccontextmanager
-    async def running(self, task: Task) -> AsyncIterator[AgentRun]:
-        """How the program ran, once all of it has ended; its workspace is there as long as this is entered.
+    async def running(self, task: AgentTask) -> AsyncIterator[AgentOutcome]:
+        """What became of the program, once all of it has ended; its workspace is there as long as this is entered.
 
         Raises:
             RolloutError: It cannot be started; never its own doing.
@@ -93,16 +74,17 @@ class AgentProgram:
         with ExitStack() as opened:
             folder = opened.enter_context(sandbox_folder(None))
             try:
-                yield await self._run(task, folder)
+                yield AgentOutcome(run=await self._run(task, folder))
             finally:  # elsewhere: there may be a lot to remove
                 await asyncio.shield(asyncio.to_thread(opened.pop_all().close))
 
-    async def _run(self, task: Task, folder: str) -> AgentRun:
+    async def _run(self, task: AgentTask, folder: str) -> AgentRun:
         workspace, prompt_file = Path(folder, "workspace"), Path(folder, "prompt.json")
         await self._fill(workspace)
         Path(folder, "tmp").mkdir()
-        prompt_file.write_text(json.dumps(self._shown(task)))
-        places = {"prompt": task.text, "prompt_file": str(prompt_file), "workspace": str(workspace)}
+        prompt_file.write_text(json.dumps(task.shown(self._options.columns)))
+        text = task.text.replace("\0", "\ufffd")  # which neither arguments nor variables can hold
+        places = {"prompt": text, "prompt_file": str(prompt_file), "workspace": str(workspace)}
         values = {**places, "cwd": str(Path.cwd()), "base_url": task.base_url}
         program, *arguments = (_filled(one, values) for one in self._options.command)
         command = Command(
@@ -111,6 +93,8 @@ class AgentProgram:
             cwd=str(workspace),
             environment=self._environment({**values, "api_key": task.api_key}),
             stdin=task.text.encode(),
+            port=urlsplit(task.base_url).port or 0,
+            serve=partial(_relayed, url=task.base_url) if self._has_own_network else None,
         )
         try:
             run = await self._sandbox.run_command(command)
@@ -146,10 +130,9 @@ class AgentProgram:
             reason = said.decode(errors="replace").strip()[-SHOWN_CHARS:]
             raise RolloutError(f"the agent's workspace cannot be copied: {reason}")
 
-    def _shown(self, task: Task) -> dict[str, Json]:
-        prompt = task.prompt
-        columns = {name: prompt.columns.get(name) for name in self._options.columns}
-        return {"uid": prompt.uid, "prompt": task.text, "messages": list(prompt.messages), "columns": columns}
+    @property
+    def _has_own_network(self) -> bool:
+        return self._options.sandbox is not None and self._options.sandbox.network == "gateway"
 
     def _environment(self, values: Mapping[str, str]) -> dict[str, str]:
         base = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
@@ -171,6 +154,46 @@ def describe_run(run: AgentRun) -> str:
     how = f"it exited with code {run.exit_code}" if run.ended == "exited" else f"its limit on {run.ended} ended it"
     said = " ".join((run.stderr or run.stdout).split())[-SHOWN_CHARS:]
     return f"{how}; it said: {said}" if said else how
+
+
+def _sandbox_options(options: AgentOptions) -> SandboxOptions:
+    limits = SandboxLimits(wall_s=options.time_limit_s, stdout_bytes=options.max_output_bytes)
+    own = options.sandbox
+    if own is None:
+        return SandboxOptions(limits=limits, isolation="none")
+    names = ("memory_bytes", "processes", "file_bytes", "open_files", "cpu_s")
+    limits = replace(limits, **{name: getattr(own, name) for name in names})
+    return SandboxOptions(limits=limits, network=own.network, readable=own.readable)
+
+
+@asynccontextmanager
+async def _relayed(listening: socket.socket, *, url: str) -> AsyncIterator[None]:
+    """Pass connections of another network on to the gateway."""
+    address = urlsplit(url)
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while piece := await reader.read(1 << 16):
+                writer.write(piece)
+                await writer.drain()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers = [writer]
+        try:
+            onward, there = await asyncio.open_connection(address.hostname, address.port)
+            writers.append(there)
+            ways = [asyncio.ensure_future(way) for way in (pump(reader, there), pump(onward, writer))]
+            try:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for way in ways:
+                    way.cancel()
+        finally:
+            for one in writers:
+                one.close()
+
+    async with await asyncio.start_server(relay, sock=listening):
+        yield
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
