@@ -21,7 +21,8 @@ NOTHING: Mapping[str, tuple[Json, ...]] = {
     "truncation": ("disabled",),
 }
 """Values of fields that ask for nothing; any other value is refused."""
-TEXTS: Mapping[str, str] = {"text": "text", "refusal": "refusal"}
+TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
+"""Kinds of parts of a content that are text."""
 
 
 def check_fields(body: Mapping[str, Json], known: Collection[str]) -> None:
@@ -144,13 +145,12 @@ def _call_schema(*, name: str, parameters: Json, **_others: Json) -> Json:
     return {"type": "object", "properties": properties, "required": [*properties]}
 
 
-def text_of(content: Json, where: str, kinds: Mapping[str, str] = TEXTS, *, between: str = "") -> str:
+def text_of(content: Json, where: str, *, between: str = "") -> str:
     """The text of a message's content, its parts joined.
 
     Args:
         content: A text, or parts; None is no text.
         where: Its place in the request.
-        kinds: Of parts, by the field that has the text.
         between: What joins parts.
 
     Raises:
@@ -163,9 +163,9 @@ def text_of(content: Json, where: str, kinds: Mapping[str, str] = TEXTS, *, betw
     texts: list[str] = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else part
-        if not isinstance(part, dict) or str(kind) not in kinds:
+        if not isinstance(part, dict) or kind not in TEXTS:
             raise refused_field(f"{where}[{index}].type", kind, '"text": this policy reads and writes text alone')
-        texts.append(text_field(part, kinds[str(kind)], f"{where}[{index}]"))
+        texts.append(text_field(part, "refusal" if kind == "refusal" else "text", f"{where}[{index}]"))
     return between.join(texts)
 
 

@@ -9,7 +9,7 @@ from openai.types.responses import Response
 
 from rl_core.data import Json
 from rl_rollout.gateway.asks import Answer, Ask, Live
-from rl_rollout.gateway.chat_completions import OpenAIApi
+from rl_rollout.gateway.chat_completions import OpenAIApi, read_call, read_message
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.gateway.reading import as_list, check_fields, read_choice, read_schema, read_tools, text_of
 from rl_rollout.gateway.refusals import RefusedError, refused_field
@@ -25,11 +25,6 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 CHOICES = {"auto": "auto", "none": "none", "required": "required", "function": "named"}
 A_TOOL = 'an object with type "function" and a name'
-TEXTS = {
-    **dict.fromkeys(("text", "input_text", "output_text", "reasoning_text", "summary_text"), "text"),
-    "refusal": "refusal",
-}
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 class Kind(NamedTuple):
@@ -78,7 +73,7 @@ def read_responses_request(body: Mapping[str, Json]) -> Ask:
     may_call, must_call = read_choice(body.get("tool_choice"), tools, CHOICES)
     messages = _messages(body.get("input"))
     if body.get("instructions"):
-        messages.insert(0, ChatMessage(role="system", content=text_of(body["instructions"], "instructions", TEXTS)))
+        messages.insert(0, ChatMessage(role="system", content=text_of(body["instructions"], "instructions")))
     schema = read_schema(text.get("format"), "text.format")
     wishes = read_wishes(
         body, max_tokens="max_output_tokens", stop="stop", without_effect=WITHOUT_EFFECT, schema=schema
@@ -231,26 +226,16 @@ def _messages(given: Json) -> list[ChatMessage]:
             messages.append(ChatMessage(role="assistant", **turn))
             turn = {}
         if kind == "reasoning":
-            turn["reasoning"] = text_of(item.get("content") or item.get("summary"), f"{where}.content", TEXTS)
+            turn["reasoning"] = text_of(item.get("content") or item.get("summary"), f"{where}.content")
         elif kind == "function_call":
-            turn["calls"] = (*turn.get("calls", ()), _read_call(item, where))
+            turn["calls"] = (*turn.get("calls", ()), read_call({"function": item, "id": item.get("call_id")}, where))
         elif kind == "function_call_output":
-            output = text_of(item.get("output"), f"{where}.output", TEXTS)
+            output = text_of(item.get("output"), f"{where}.output")
             messages.append(ChatMessage(role="tool", content=output, call_id=str(item.get("call_id") or "")))
-        elif kind == "message" and item.get("role") in ROLES:
-            content = text_of(item.get("content"), f"{where}.content", TEXTS)
-            if is_said:
-                turn["content"] = content
-            else:
-                role: Any = ROLES[item["role"]]
-                messages.append(ChatMessage(role=role, content=content))
+        elif kind == "message" and is_said:
+            turn["content"] = text_of(item.get("content"), f"{where}.content")
+        elif kind == "message":
+            messages.append(read_message(item, where))
         else:
             raise refused_field(f"{where}.type", kind, "message, reasoning, function_call or function_call_output")
     return [*messages, ChatMessage(role="assistant", **turn)] if turn else messages
-
-
-def _read_call(item: Mapping[str, Json], where: str) -> Call:
-    name, arguments = item.get("name"), item.get("arguments") or "{}"
-    if not isinstance(name, str) or not isinstance(arguments, str):
-        raise refused_field(where, item, "a call with a name, and arguments as JSON text")
-    return Call(name=name, arguments=arguments, call_id=str(item.get("call_id") or ""))
