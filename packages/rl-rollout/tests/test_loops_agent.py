@@ -44,7 +44,7 @@ def test_an_agent_gets_its_prompt_and_its_turns_train(tmp_path):
         assert session.failure is None
         (row,) = session.trajectories
         assert row.reward == 0.5
-        assert row.extras["turns"] == 2
+        assert row.extras["gateway"]["turns"] == 2
         assert (row.extras["ended_by"], row.extras["exit_code"]) == ("exited", 0)
     assert [one.response_text for one in given] == ["two", "two"]
     assert [one.agent.stdout for one in given] == ["two\n", "two\n"]
