@@ -28,9 +28,20 @@ class Round:
     turn_s: Sequence[Sequence[float]]
 
 
+class TalkFailedError(RuntimeError):
+    """A server refused a request, or did not answer."""
+
+
 def talk(url: str, keys: Sequence[str], workload: Workload, *, seed: int) -> Round:
-    """All sessions of a workload at once, one a key."""
-    return asyncio.run(_talk(url, keys, workload, seed))
+    """All sessions of a workload at once, one a key.
+
+    Raises:
+        TalkFailedError: The server failed.
+    """
+    try:
+        return asyncio.run(_talk(url, keys, workload, seed))
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise TalkFailedError(f"{type(error).__name__}: {error}") from error
 
 
 async def _talk(url: str, keys: Sequence[str], workload: Workload, seed: int) -> Round:
@@ -62,7 +73,7 @@ async def _session(
             answer = await response.json()
         turn_s.append(time.perf_counter() - started)
         if response.status != 200:
-            raise RuntimeError(f"a server answered {response.status}: {str(answer)[:500]}")
+            raise TalkFailedError(f"it answered {response.status}: {str(answer)[:500]}")
         num_tokens += answer["usage"]["completion_tokens"]
         messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
     return turn_s, num_tokens

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from _children import BENCHMARKS, LEFT_OUT, ChildFailedError, Peer
-from _gateway_client import Round, talk
+from _gateway_client import Round, TalkFailedError, talk
 from _gateway_workload import CHAT_64, LONG, MODELS, SCRIPTED, WORKLOADS, Workload, write_chat_policy
 
 OURS, SERVER = "ours", "vllm_server"
@@ -199,9 +199,15 @@ def run_round(peer: Peer, workload: Workload, run: Told, *, seed: int, is_whole:
         ChildFailedError: The system failed.
     """
     opened = peer.ask({"operation": "open", "num_sessions": workload.num_sessions}, timeout_s=OPERATION_TIMEOUT_S)
-    seen = talk(opened["url"], opened["keys"], workload, seed=seed)
+    try:
+        seen = talk(opened["url"], opened["keys"], workload, seed=seed)
+    except TalkFailedError as error:
+        peer.ask({"operation": "versions"}, timeout_s=OPERATION_TIMEOUT_S)  # says why, where it has ended
+        raise ChildFailedError(f"{peer.name}: {error}") from error
     if is_whole and seen.num_tokens != workload.num_tokens:
-        raise ChildFailedError(f"{seen.num_tokens} tokens were sampled; {workload.num_tokens} were asked for")
+        raise ChildFailedError(
+            f"{peer.name}: {seen.num_tokens} tokens were sampled; {workload.num_tokens} were asked for"
+        )
     run.add(seen, peer.ask({"operation": "close"}, timeout_s=OPERATION_TIMEOUT_S))
 
 

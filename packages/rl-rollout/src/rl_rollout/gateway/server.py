@@ -1,6 +1,7 @@
 """The gateway over HTTP: agents show the keys of their sessions, the owner of the sessions a key of its own."""
 
 import asyncio
+import gc
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -151,6 +152,7 @@ class Gateway:
             timeout_graceful_shutdown=CLOSE_DEADLINE_S,
         )
         self._server = _Server(config)
+        gc.freeze()  # what is loaded by now stays: else turns wait, 0.2 s at a time, for a look at half a million objects
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
         async with asyncio.timeout(START_DEADLINE_S):
             while not self._server.started:
@@ -166,6 +168,7 @@ class Gateway:
             self._server.should_exit = True
             await self._serving
             self._server = self._serving = None
+            gc.unfreeze()
 
     def open(
         self,
