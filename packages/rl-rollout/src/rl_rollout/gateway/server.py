@@ -152,7 +152,7 @@ class Gateway:
             timeout_graceful_shutdown=CLOSE_DEADLINE_S,
         )
         self._server = _Server(config)
-        gc.freeze()  # what is loaded by now stays: else turns wait, 0.2 s at a time, for a look at half a million objects
+        gc.freeze()  # else turns wait, 0.2 s at a time, for a look at half a million objects that are loaded for good
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
         async with asyncio.timeout(START_DEADLINE_S):
             while not self._server.started:
