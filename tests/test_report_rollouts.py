@@ -13,6 +13,7 @@ ASKED = (
     "<|im_start|>assistant\n"
 )
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"left": 6, "right": 7}}\n</tool_call>'
+HOSTILE = "<img src=x onerror='window.hacked = 1'>\u202e"
 REPLY = "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -143,12 +144,12 @@ def test_tokens_read_as_the_response_does(page, tmp_path):
 
 def test_a_group_is_a_tree_of_forks(page, report):
     show(page, report, "view=rollouts")
-    page.wait("document.querySelector('.tree') !== null")
+    page.wait("document.querySelector('.group .tree') !== null")
     tree = """(function told(list) {
       return [...list.children].map((item) => [
         item.querySelector(':scope > a')?.textContent ?? item.querySelector('span').textContent,
         ...[...item.querySelectorAll(':scope > ul')].map(told)]);
-    })(document.querySelector('.tree'))"""
+    })(document.querySelector('.group .tree'))"""
     assert page.run(tree) == [
         [
             "system, user, shared by 4: What is 6*7?",
@@ -235,3 +236,55 @@ def test_very_long_responses_are_compared_too(page, tmp_path):
     write_run(tmp_path / "run", rows=rows)
     show(page, report_of(tmp_path / "run"), "view=rollouts&row=1&with=0")
     assert page.wait("document.querySelector('mark')?.textContent").strip() == "other"
+
+
+SESSION = """[...document.querySelectorAll('.session .tree li')].map((one) =>
+  [...one.childNodes].filter((node) => node.tagName !== 'UL').map((node) => node.textContent).join(''))"""
+ADD = '<tool_call>{"name": "add"}</tool_call>'
+
+
+def test_a_session_is_a_tree_of_turns_and_tools(page, tmp_path):
+    first, last = f"{ADD}<|im_end|>", "It is 3.<|im_end|>"
+    reply = "<|im_start|>tool\n3<|im_end|><|im_start|>assistant\n"
+    begin, middle = 40, 40 + len(first)
+    end = middle + len(reply)
+    shared = ("user", begin, middle, 0, ["add"], {"retry": 1, "choice": 5})
+    rows = [
+        row(f"{first}{reply}{last}", masked=(reply,), turns=(shared, ("tool", end, end + len(last), 0, [], {}))),
+        row(last, output=1, prompt=f"{ASKED}{first}{reply}", turns=(
+            shared, ("tool", end, end + 3, "probe", [], {}), ("user", end + 9, end + 9 + len(last), 1, [], {}))),
+        row(last, output=2, prompt="<|im_start|>system\nYou sum up.", turns=(("user", 9, 9 + len(last), 2, [], {}),)),
+        row(last, session=1, failure="the agent <b>died</b>", turns=(("user", 9, 9 + len(last), 0, [HOSTILE], {}),)),
+    ]  # fmt: skip
+    write_run(tmp_path / "run", rows=rows)
+    show(page, report_of(tmp_path / "run"), "view=rollouts&row=0")
+    size = len(last)
+    assert page.wait(f"document.querySelector('.session') && {SESSION}") == [
+        f"user → assistant {len(first)} tokens, trained in output 0, shared by 2; 1 token more, untrained (sampled "
+        f"again); 5 tokens more, untrained (another choice) calls add {ADD}",
+        f"tool → assistant {size} tokens, trained in output 0 It is 3.",
+        "session 0, output 0 1 It is 3.",
+        "tool → assistant 3 tokens, masked: outside of the task",
+        f"user → assistant {size} tokens, trained in output 1 It is 3.",
+        "session 0, output 1 1 It is 3.",
+        f"user → assistant {size} tokens, trained in output 2 It is 3.",
+        "session 0, output 2 1 It is 3.",
+    ]
+    title = page.run("document.querySelector('.session h3').textContent")
+    assert title == "Session 0: 5 turns in 3 recorded trajectories"
+    show(page, tmp_path / "run.html", "view=rollouts&row=3")
+    page.wait("document.querySelector('.session')?.textContent.includes('Failed: the agent <b>died</b>')")
+    assert page.run("document.querySelector('.session code').textContent") == HOSTILE.replace("\u202e", "⟨U+202E⟩")
+
+
+def test_the_session_of_a_loop_with_tools_is_a_chain(page, report):
+    show(page, report, "view=rollouts&row=0")
+    assert page.wait(f"document.querySelector('.session') && {SESSION}") == [
+        f"prompt → assistant {ROWS[0].response.index(REPLY)} tokens, trained calls multiply <think> I multiply. "
+        '</think> <tool_call> {"name": "multiply", "arguments": {"lef…',
+        "reply → assistant 19 tokens, trained It is 42.",
+        "session 0 1 It is 42.",
+    ]
+    show(page, report, "view=rollouts&row=2")
+    page.wait("document.querySelector('.group [aria-current=true]')?.textContent === 'session 2, output 0'")
+    assert page.run("document.querySelector('.session')") is None  # one turn

@@ -108,6 +108,27 @@ def test_long_extras_are_cut_the_largest_first():
     assert bounded({"n" * 10_000: 1}) == {}
 
 
+def test_a_session_of_several_trajectories_is_one_problem_and_its_turns_are_told(tmp_path):
+    turns = [["user", 2, 3, 0, ["add"], {}], ["tool", 4, 6, 1, [], {"retry": 7}]]
+    one = replace(trajectory(0, num_tokens=4), extras={"turns": turns, "answer": 4})
+    mask = np.asarray([False] * 4 + [True] * 2)
+    two = replace(one, output_index=1, loss_mask=mask, extras={"turns": "mine"})  # its first turns are another's
+    batch = batch_of(one, two)
+    rows = [row for _, row in draft_rollouts(SettingsOf(8), batch, step=3, version=5)]  # type: ignore[arg-type]
+    assert {row.problem for row in rows} == {problem_id(PROMPT.input_ids)}
+    assert rows[0].turns == (("user", 2, 3, 0, ["add"], {}), ("tool", 4, 6, 1, [], {"retry": 7}))
+    assert [row.extras for row in rows] == [{"answer": 4}, {"turns": "mine"}]
+    assert rows[1].turns == ()
+
+
+def test_a_trajectory_brings_those_of_its_session_along():
+    rows = [replace(trajectory(session), output_index=output) for session in range(20) for output in range(3)]
+    batch = batch_of(*rows)
+    for seed in range(5):
+        sessions = [rows[row].session_index for row in rows_of(batch, count=9, seed=seed)]
+        assert sorted(Counter(sessions).values()) == [3, 3, 3]
+
+
 def test_extras_keep_what_the_loop_said():
     assert rollout_extras(PROMPT, trajectory(0))["turns"] == 1
 

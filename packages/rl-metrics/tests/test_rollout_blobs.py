@@ -73,7 +73,7 @@ def test_texts_and_tokens_come_back(tmp_path):
     ]  # fmt: skip
     _, _, ((text_rows, tokens_header, columns),) = packed(rows, tmp_path)
     assert [found[:4] for found in text_rows] == [[text, text, text, "u"] for text in texts]
-    assert [found[7:] for found in text_rows] == [[text, {text: 1.0}, {}, {text: [1]}] for text in texts]
+    assert [found[7:] for found in text_rows] == [[text, {text: 1.0}, {}, {text: [1]}, []] for text in texts]
     assert [tokens_header["tokens"][code] for code in columns["codes"]] == [t for text in texts for t in (text, "x")]
     assert [tokens_header["ids"][code] for code in columns["codes"]] == [5, 6] * 5
     assert columns["lengths"].tolist() == [2] * 5

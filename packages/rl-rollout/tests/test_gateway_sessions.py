@@ -100,7 +100,7 @@ def test_an_answers_body_does_not_wait_for_the_clients_acknowledgement_of_its_he
     async def talk():
         async with gateway_site(lambda _: "3") as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
             await client.post("/v1/chat/completions", json=BODY, headers=key_of(gateway.open("p")))
-            (connection,) = gateway._server.server_state.connections
+            (connection,) = gateway._listener._server.server_state.connections
             served = connection.transport.get_extra_info("socket")
             assert served.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -331,7 +331,7 @@ def test_an_endless_body_is_cut_off_and_idle_connections_hold_nobody_up(has_key)
 
 def test_a_slow_body_is_given_up():
     async def talk():
-        async with gateway_site(lambda _: "3", body_timeout_s=0.3) as gateway:
+        async with gateway_site(lambda _: "3", client_timeout_s=0.3) as gateway:
             session = gateway.open("p")
             port = int(gateway.url.rpartition(":")[2])
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -351,5 +351,51 @@ def test_a_port_that_is_taken_is_said():
         ):
             async with gateway_site(lambda _: "3", port=taken.getsockname()[1]):
                 pass
+
+    run(talk)
+
+
+def test_a_request_that_the_end_of_its_session_aborts_is_no_fault_of_the_engine():
+    async def talk():
+        held = Held()
+        abort = held.engine.abort
+
+        async def slow_abort(request_ids):
+            await abort(request_ids)
+            await until(lambda: not held.engine._waiting)
+            await asyncio.sleep(0)  # the request hears of it first
+
+        held.engine.abort = slow_abort
+        async with gateway_site(None, engine=held.engine) as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+            session = gateway.open("p")
+            for number in range(2):
+                body = {**BODY, "messages": [{"role": "user", "content": f"{number}?"}]}
+                asking = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=key_of(session)))
+                await held.asked.get()
+                if number == 0:
+                    held.go.set()
+                    await asking
+                    held.go.clear()
+            session.set_reward(1.0)
+            result = await gateway.finish(session)
+            assert result.failure is None
+            assert texts_of(gateway, result) == ["answer 0<|im_end|>"]
+            assert (await asking).status_code == 503
+
+    run(talk)
+
+
+def test_a_fault_of_the_gateway_is_no_reward(monkeypatch):
+    async def talk():
+        async with gateway_site(lambda _: "3") as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+            session = gateway.open("p")
+            await client.post("/v1/chat/completions", json=BODY, headers=key_of(session))
+            monkeypatch.setattr(gateway.service, "_keep", lambda *_: 1 / 0)
+            given = await client.post("/v1/chat/completions", json=BODY, headers=key_of(session))
+            assert given.status_code == 503
+            session.set_reward(1.0)
+            result = await gateway.finish(session)
+            assert result.failure.startswith("the gateway failed: ZeroDivisionError")
+            assert len(result.trajectories) == 1
 
     run(talk)

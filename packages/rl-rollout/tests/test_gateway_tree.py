@@ -49,12 +49,15 @@ class Talk:
             last = int(place.after.generation.token_ids[-1])
             new_ids = self.encoder.following_ids(new, after=messages[place.num_matched - 1], last_token=last, **named)
         self.num_encoded += len(new_ids)
-        turn = self.tree.open_turn(place, digests, new_ids)
+        turn = self.tree.open_turn(place, digests, new_ids, asked_by=messages[-1].role)
         replies = []
         for text in texts:
             ids = encode(self.tokenizer, text + "<|im_end|>")
+            experts = np.full((len(turn.input_ids) + len(ids), 1, 2), len(self.tree.samples), np.int16)
+            experts[-1] = -1  # of the last token an engine knows none
             generation = Generation(
                 token_ids=ids,
+                routed_experts=experts,
                 logprobs=-np.arange(1, len(ids) + 1, dtype=np.float32) - len(self.tree.samples) / 64,
                 policy_versions=np.full(len(ids), len(self.tree.samples)),
                 finish_reason="stop",
@@ -278,6 +281,55 @@ def test_a_long_history_is_neither_rendered_nor_encoded_again_and_takes_little_m
     )
 
 
+def turns(row):
+    return [list(told) for told in row.extras["turns"]]
+
+
+def test_the_turns_of_a_trajectory_say_who_asked_what_trains_where_and_what_was_sampled_in_vain():
+    talk = Talk()
+    history = [user("a")]
+    history += [talk.ask(history, CALL, tools=TOOLS), ChatMessage(role="tool", content="3")]
+    choices = talk.ask(history, "B", "other", tools=TOOLS)
+    talk.ask(history, "again", tools=TOOLS)
+    talk.ask(history, "title", tools=TOOLS, never_trains=True)
+    talk.ask(history, "gone", tools=TOOLS, is_delivered=False)
+    end = [*history, choices[0]]
+    talk.ask([*end, user("c")], "C", tools=TOOLS)
+    title = talk.ask([*end, user("d")], "title", tools=TOOLS, never_trains=True)
+    talk.ask([*end, user("d"), title, user("e")], "E", tools=TOOLS)
+    one, two = talk.trajectories()
+    length = {text: len(encode(talk.tokenizer, text + "<|im_end|>")) for text in ("other", "again", "title", "gone")}
+    vain = dict(zip(("choice", "retry", "probe", "disconnected"), length.values(), strict=True))
+    assert [told[0] for told in turns(two)] == ["user", "tool", "user", "user"]
+    assert [told[3:] for told in turns(one)] == [[0, ["add"], {}], [0, [], vain], [0, [], {}]]
+    assert [told[3:] for told in turns(two)] == [[0, ["add"], {}], [0, [], vain], ["probe", [], {}], [1, [], {}]]
+    assert turns(one)[:2] == turns(two)[:2]
+    for row in (one, two):
+        trained = [range(start, stop) for _, start, stop, where, *_ in turns(row) if where == row.output_index]
+        assert [place for places in trained for place in places] == np.flatnonzero(row.loss_mask).tolist()
+
+
+def test_names_of_tools_that_people_are_shown_are_bounded():
+    talk = Talk()
+    calls = "".join(f'<tool_call>{{"name": "{"x" * 90}{i}", "arguments": {{}}}}</tool_call>' for i in range(12))
+    talk.ask([user("a")], calls, tools=TOOLS)
+    (row,) = talk.trajectories()
+    assert turns(row)[0][4] == ["x" * 64] * 8
+
+
+def test_what_is_shared_and_masked_has_the_experts_of_the_context_that_trains():
+    talk = Talk()
+    history = [user("a")]
+    history += [talk.ask(history, "A"), user("b")]
+    talk.ask(history, "B")
+    talk.ask([*history[:-1], user("c")], "C")
+    one, two = talk.trajectories()  # audited, experts too
+    shared = len(talk.tree.samples[0].turn.input_ids) + len(talk.tree.samples[0].generation.token_ids) - 1
+    assert not two.loss_mask[: shared + 1].any()
+    assert one.routed_experts[:shared].ravel().tolist() == [0] * (2 * shared)
+    assert two.routed_experts[:-1].ravel().tolist() == [2] * (2 * (len(two.input_ids) - 1))  # as the pass that gave C
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_whatever_an_agent_does_each_token_trains_at_most_once_in_its_own_context(data):
@@ -304,5 +356,18 @@ def test_whatever_an_agent_does_each_token_trains_at_most_once_in_its_own_contex
     assert [row.output_index for row in rows] == list(range(len(rows)))
     assert all(row.parent is None or row.parent < row.output_index for row in rows)
     assert all(row.loss_mask.any() for row in rows)
+    assert all((row.routed_experts[:-1] >= 0).all() for row in rows)  # of each token that something comes after
+    for row in rows:
+        places = [place for told in turns(row) if told[3] == row.output_index for place in range(told[1], told[2])]
+        assert places == np.flatnonzero(row.loss_mask).tolist()
+        for _, start, stop, where, *_ in turns(row):
+            if where not in ("probe", row.output_index):  # as far as it is kept
+                owner = rows[where]
+                assert owner.loss_mask[start]
+                assert owner.input_ids[:start].tolist() == row.input_ids[:start].tolist()
+                assert stop <= len(row.input_ids)
     trained = talk.tree.trained()
+    assert talk.tree.num_untrained_tokens == sum(
+        len(one.generation.token_ids) for one in talk.tree.samples if one not in trained
+    )
     assert sum(int(row.loss_mask.sum()) for row in rows) == sum(len(one.generation.token_ids) for one in trained)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_rollout.rewards.sandbox import Sandbox, SandboxLimits, SandboxOptions
+from rl_rollout.sandbox import Sandbox, SandboxLimits, SandboxOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import RoleError, SettingsError
-from rl_rollout.rewards.sandbox import Sandbox, SandboxLimits, SandboxOptions, _levels
-from rl_rollout.rewards.sandbox.folder import NOBODY, sandbox_folder
+from rl_rollout.sandbox import Sandbox, SandboxLimits, SandboxOptions
+from rl_rollout.sandbox.folder import NOBODY, sandbox_folder
+from rl_rollout.sandbox.sandbox import _levels
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -428,7 +429,7 @@ def own_tmp(monkeypatch):
 def test_programs_end_with_the_process_that_started_them(sandbox, marker, own_tmp):
     script = f"""
 import asyncio, os
-from rl_rollout.rewards.sandbox import Sandbox, SandboxOptions
+from rl_rollout.sandbox import Sandbox, SandboxOptions
 if {sandbox.level!r} == "user_namespaces":
     os.geteuid = lambda: 1000
 sandbox = Sandbox(SandboxOptions(isolation="any", python={sandbox._options.python!r}))
@@ -485,7 +486,7 @@ def test_where_no_sandbox_works_code_does_not_run(monkeypatch):
 def test_a_launcher_that_breaks_is_an_error_and_no_verdict(monkeypatch):
     sandbox = Sandbox(SandboxOptions(isolation="any"))
     sandbox._level = "same_user"
-    monkeypatch.setattr("rl_rollout.rewards.sandbox.LAUNCHER", Path("/nowhere/at/all.py"))
+    monkeypatch.setattr("rl_rollout.sandbox.launching.LAUNCHER", Path("/nowhere/at/all.py"))
     with pytest.raises(RoleError, match=r"ended without a report; it said .*all\.py"):
         asyncio.run(sandbox.run("print(1)"))
 

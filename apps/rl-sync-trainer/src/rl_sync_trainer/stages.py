@@ -31,6 +31,7 @@ from rl_trainer_parts.reporting.step_metrics import (
     has_distributions,
     record_distributions,
     slowest_session,
+    summarize_sessions,
     summarize_step,
 )
 from rl_trainer_parts.rollouts.answers import answers_of
@@ -204,8 +205,7 @@ def record_rollouts(
     require_some_success(groups)
     recorder.record("rollout/failed_sessions", len(failed.failed))
     recorder.record("rollout/failed_rewards", failed.num_rewards)
-    recorder.record("rollout/audited_sessions", sum(group.num_audited for group in groups))
-    recorder.record("rollout/audit_failures", sum(group.num_audit_failures for group in groups))
+    recorder.record_all(summarize_sessions(groups))
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scored = [one.timings for one in trajectories if one.prompt_uid not in replayed]
     if scored:

@@ -20,8 +20,9 @@ MIN_HIDDEN = 6
 
 _TABLES = ("headers", "env")
 _NAME = re.compile(
-    r"(?:.*[_-])?(?:api|access|private|secret|signing)[_-]?key(?:[_-]id)?|(?:.*[_-])?(?:secret|password|passwd|passphrase"
-    r"|credentials?|authorization|cookie)s?|(?:(?:.*[_-])?(?:api|access|auth|bearer|hf|session|refresh)[_-])?token",
+    r"(?:.*[_-])?(?:api|access|owner|private|secret|signing)[_-]?key(?:[_-]id)?"
+    r"|(?:.*[_-])?(?:secret|password|passwd|passphrase|credentials?|authorization|cookie)s?"
+    r"|(?:(?:.*[_-])?(?:api|access|auth|bearer|hf|session|refresh)[_-])?token",
     re.IGNORECASE,
 )
 _REFERENCE = re.compile(r"((?:[A-Za-z][A-Za-z-]* )?)\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", re.ASCII)

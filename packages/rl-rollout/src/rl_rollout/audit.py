@@ -18,10 +18,12 @@ class AuditOptions:
 
     Attributes:
         share: Of all sessions, from 0 to 1; chosen by seed, prompt and session, never by what they gave.
+        rescored_share: Of all sessions, those that the engine scores again too; see `ScoreAudit`.
         seed: Of the choice.
     """
 
     share: float = 1.0
+    rescored_share: float = 0.02
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -30,8 +32,9 @@ class AuditOptions:
         Raises:
             SettingsError: It is not from 0 to 1.
         """
-        if not 0 <= self.share <= 1:
-            raise SettingsError(f"audit share must be from 0 to 1; found {self.share}.")
+        for name in ("share", "rescored_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise SettingsError(f"audit {name} must be from 0 to 1; found {getattr(self, name)}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Runs an agent loop over many prompts at once."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import field, replace
 from typing import Any
@@ -18,6 +18,7 @@ from rl_rollout.loops.protocol import SEED_BITS, AgentLoop, LoopContext, Session
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rescoring import score_again
 from rl_rollout.rewards.scorer import RewardScorer
+from rl_rollout.score_audit import Rescored, ScoreAudit, ServedVersion
 from rl_rollout.user_errors import ends_the_run
 
 log = structlog.get_logger(__name__)
@@ -33,6 +34,7 @@ class GroupResult:
         error: What the loop raised, when the whole group failed at once.
         num_audited: Sessions that were audited.
         num_audit_failures: Sessions that failed for what the audit found.
+        rescored: Of those that were scored again.
     """
 
     prompt: Prompt
@@ -40,6 +42,7 @@ class GroupResult:
     error: BaseException | None = None
     num_audited: int = 0
     num_audit_failures: int = 0
+    rescored: Rescored = Rescored()
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
@@ -93,6 +96,7 @@ class Rollout:
         decode: Callable[[Sequence[IntArray]], list[str]],
         tokenizer: PromptTokenizer | None = None,
         options: RolloutOptions | None = None,
+        served: ServedVersion | None = None,
     ) -> None:
         """Join the parts; nothing runs yet.
 
@@ -103,6 +107,7 @@ class Rollout:
             decode: Text of token sequences, such as `PromptTokenizer.decode`.
             tokenizer: For loops that have more than one turn; the others need none.
             options: How groups are run.
+            served: Tells which weights the engine serves; None where these are never replaced during `run`.
         """
         self._engine = engine
         self._loop = loop
@@ -110,6 +115,7 @@ class Rollout:
         self._decode = decode
         self._tokenizer = tokenizer
         self._options = options or RolloutOptions()
+        self._score_audit = ScoreAudit(engine, served)
         limit = self._options.max_concurrent_groups
         self._slots = None if limit is None else asyncio.Semaphore(limit)
         self._is_started = False
@@ -215,6 +221,7 @@ class Rollout:
         context = self._context(recording.as_engine, sampling)
         async with self._slots or nullcontext():
             result = self._audited(await self._run_loop(prompt, num_sessions, context), recording)
+            result = await self._scored_again(result, sampling)
         if result.failures:
             log.info("sessions_failed", prompt=prompt.uid, num_failed=len(result.failures), first=result.failures[0])
         if on_group is not None:
@@ -244,26 +251,50 @@ class Rollout:
 
     def _audited(self, result: GroupResult, recording: RecordingEngine) -> GroupResult:
         """The result, with the sessions failed whose tokens are not those that were sampled."""
-        sessions = list(result.sessions)
         trajectories = result.trajectories
-        num_audited = num_failures = 0
-        for index, session in enumerate(sessions):
-            if session.failure is not None or not self._is_chosen(result.prompt, index):
-                continue
+        num_audited = 0
+        refused: dict[int, DataError] = {}
+        for index in self._chosen(result, "audit", self._options.audit.share):
             num_audited += 1
             try:
-                audit_session(session.trajectories, recording.spans, group=trajectories)
+                audit_session(result.sessions[index].trajectories, recording.spans, group=trajectories)
             except DataError as error:
-                num_failures += 1
-                log.error("audit_failed", prompt=result.prompt.uid, session=index, reason=str(error))
-                unscored = tuple(replace(trajectory, reward=None) for trajectory in session.trajectories)
-                sessions[index] = SessionResult(trajectories=unscored, failure=f"audit: {error}")
-        return replace(result, sessions=tuple(sessions), num_audited=num_audited, num_audit_failures=num_failures)
+                refused[index] = error
+        return replace(_without(result, refused), num_audited=num_audited)
 
-    def _is_chosen(self, prompt: Prompt, session_index: int) -> bool:
-        audit = self._options.audit
-        draw = stable_seed(audit.seed, f"audit {prompt.uid} {session_index}")
-        return draw < audit.share * (1 << SEED_BITS)
+    async def _scored_again(self, result: GroupResult, sampling: SamplingParams) -> GroupResult:
+        """The result, with the sessions failed that the engine would have sampled otherwise."""
+        chosen = self._chosen(result, "score", self._options.audit.rescored_share)
+        if not chosen or not self._score_audit.can_compare(sampling):
+            return result
+        found: list[Rescored] = []
+        refused: dict[int, DataError] = {}
+        for index in chosen:
+            try:
+                found.append(await self._score_audit.check(result.sessions[index].trajectories))
+            except DataError as error:
+                refused[index] = error
+        return replace(_without(result, refused), rescored=Rescored.total(found))
+
+    def _chosen(self, result: GroupResult, what: str, share: float) -> list[int]:
+        """Sessions that did not fail and are drawn; of one seed always the same."""
+        seed, uid = self._options.audit.seed, result.prompt.uid
+        return [
+            index
+            for index, session in enumerate(result.sessions)
+            if session.failure is None and stable_seed(seed, f"{what} {uid} {index}") < share * (1 << SEED_BITS)
+        ]
+
+
+def _without(result: GroupResult, refused: Mapping[int, DataError]) -> GroupResult:
+    """The result, with the sessions failed that an audit refuses."""
+    sessions = list(result.sessions)
+    for index, error in refused.items():
+        log.error("audit_failed", prompt=result.prompt.uid, session=index, reason=str(error))
+        unscored = tuple(replace(trajectory, reward=None) for trajectory in sessions[index].trajectories)
+        sessions[index] = SessionResult(trajectories=unscored, failure=f"audit: {error}")
+    num_failures = result.num_audit_failures + len(refused)
+    return replace(result, sessions=tuple(sessions), num_audit_failures=num_failures)
 
 
 def _check_distinct(prompts: Sequence[Prompt]) -> None:

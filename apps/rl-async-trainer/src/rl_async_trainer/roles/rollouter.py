@@ -24,7 +24,7 @@ from rl_rollout.rollouter import Dispatch, Generate, Refusals, RollouterOptions,
 from rl_rollout.rollouter import Rollouter as BaseRollouter
 from rl_rollout.skip import EntryKey, StepRollouts
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
-from rl_trainer_parts.reporting.step_metrics import make_memory_watch, slowest_session
+from rl_trainer_parts.reporting.step_metrics import make_memory_watch, slowest_session, summarize_sessions
 from rl_trainer_parts.rollouts.answers import Answer, answers_of
 from rl_trainer_parts.rollouts.engines import make_engine, make_replica, replica_pool, start_within
 from rl_trainer_parts.rollouts.evaluation import answer_problems
@@ -73,7 +73,8 @@ class Rollouter(BaseRollouter):
         self.refusals = make_refusals(settings)
         self.engine = self.make_engine()
         await start_within(self.engine, settings)
-        self.rollout = self.opened.enter_context(open_rollout(settings, tokenizer, self.engine))
+        opening = open_rollout(settings, tokenizer, self.engine, served=lambda: self.served_version)
+        self.rollout = self.opened.enter_context(opening)
         await self.rollout.start()
         self._replay = SkipCacheReplay(settings, tokenizer, say=self.say)
         self.stored = partial(self._stored, self._replay) if settings.skip.enabled else None
@@ -178,8 +179,7 @@ def window_metrics(window: RolloutWindow, loads: Sequence[EngineLoad], *, elapse
     """
     metrics = {
         "rollout/failed_sessions": float(window.failed_sessions),
-        "rollout/audited_sessions": float(window.audited_sessions),
-        "rollout/audit_failures": float(window.audit_failures),
+        **summarize_sessions(window.groups),
         "rollout/refused_groups": float(window.refused_groups),
         "rollout/made_up_groups": float(window.made_up_groups),
         "fully_async/count/total_generated_samples": float(len(window.trajectories)),

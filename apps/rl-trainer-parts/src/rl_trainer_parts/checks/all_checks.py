@@ -115,8 +115,9 @@ def _ranges(settings: Settings) -> Iterator[str]:
                 yield f"{name} must be above 0{also}; found {value:g}."
     if not 0 < rollout.top_p <= 1:
         yield f"rollout.top_p must be above 0 and at most 1; found {rollout.top_p:g}."
-    if not 0 <= rollout.audit_share <= 1:
-        yield f"rollout.audit_share must be from 0 to 1; found {rollout.audit_share:g}."
+    for name in ("audit_share", "rescored_share"):
+        if not 0 <= (share := getattr(rollout, name)) <= 1:
+            yield f"rollout.{name} must be from 0 to 1; found {share:g}."
 
 
 def _options(settings: Settings) -> Iterator[str]:

@@ -23,7 +23,7 @@ EXTRA = "_rollout"
 MAX_EXTRAS = 4096
 """Characters of a trajectory's other extras that are written down."""
 
-NUM_SAID = 8
+NUM_SAID = 9
 """Values that are there by this name: a list is made, and travels, quicker than a table."""
 
 COLUMNS = {"versions": "policy_versions"} | {name: name for name in FLOAT_COLUMNS}
@@ -44,6 +44,7 @@ def rollout_extras(prompt: Prompt, trajectory: Trajectory) -> dict[str, Json]:
         timings.tools_s,
         timings.reward_s,
         timings.preemptions,
+        problem_id(prompt.input_ids),
     ]
     return {**trajectory.extras, EXTRA: said}
 
@@ -83,11 +84,12 @@ def draft_rows(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraf
     starts = batch.dense("num_prompt_tokens").tolist()
     for index, (key, extras, start) in enumerate(zip(batch.keys, batch.extras, starts, strict=True)):
         columns = {name: tuple(column[index][start:].tolist()) for name, column in present.items()}
+        turns, said = RolloutRow.turns_in(extras), _said(extras)
+        left_out = (EXTRA, "turns") if turns else (EXTRA,)
         row = RolloutRow(
             step=step,
             time=math.nan,
             prompt_uid=key.prompt_uid,
-            problem=problem_id(ids[index][:start]),
             session=key.session_index,
             output=key.output_index,
             prompt="",
@@ -96,8 +98,9 @@ def draft_rows(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraf
             policy_version=version,
             mask=tuple(mask[index][start:].tolist()),
             columns={"token_ids": tuple(ids[index][start:].tolist()), **columns},
-            extras=bounded({name: value for name, value in extras.items() if name != EXTRA}),
-            **_said(extras),
+            extras=bounded({name: value for name, value in extras.items() if name not in left_out}),
+            turns=turns,
+            **({"problem": problem_id(ids[index][:start])} | said),
         )
         yield tuple(ids[index][:start].tolist()), row
 
@@ -165,6 +168,8 @@ class RolloutWriter:
 def choose_rows(batch: Batch, *, count: int, max_tokens: int, seed: int) -> list[int]:
     """Rows that are written down: the worst, the slowest, the best of the worst one's group, and a draw by pairs.
 
+    Each brings the other trajectories of its session along: a report shows them as a tree.
+
     Args:
         batch: Of a step.
         count: Most rows.
@@ -184,7 +189,7 @@ def choose_rows(batch: Batch, *, count: int, max_tokens: int, seed: int) -> list
     drawn = np.argsort(np.random.Philox(key=seed % 2**64).random_raw(len(batch)), kind="stable")
     chosen: list[int] = []
     left = max_tokens
-    for row in dict.fromkeys([*first, *_by_pairs(batch, drawn.tolist())]):
+    for row in dict.fromkeys([*first, *_whole_sessions(batch, [*first, *_by_pairs(batch, drawn.tolist())])]):
         if len(chosen) == count:
             break
         if not chosen or lengths[row] <= left:
@@ -205,6 +210,16 @@ def _by_pairs(batch: Batch, drawn: Sequence[int]) -> Iterator[int]:
             yield of_group.pop()
             if of_group:
                 yield of_group.pop()
+
+
+def _whole_sessions(batch: Batch, rows: Sequence[int]) -> Iterator[int]:
+    """Rows, each with all of its session."""
+    sessions = list(zip(batch.keys.prompts.tolist(), batch.keys.sessions.tolist(), strict=True))
+    of_session: dict[tuple[int, int], list[int]] = {}
+    for row, session in enumerate(sessions):
+        of_session.setdefault(session, []).append(row)
+    for row in rows:
+        yield from of_session[sessions[row]]
 
 
 def bounded(extras: Mapping[str, Json]) -> dict[str, Json]:
@@ -235,7 +250,7 @@ def _said(extras: Mapping[str, Json]) -> dict[str, Any]:
     said = extras.get(EXTRA)
     if not _is_said(said):
         return {}
-    source, truth, components, finish, generate_s, tools_s, reward_s, preemptions = said
+    source, truth, components, finish, generate_s, tools_s, reward_s, preemptions, problem = said
     timings = {"generate_s": generate_s, "tools_s": tools_s, "reward_s": reward_s, "preemptions": preemptions}
     return {
         "source": source,
@@ -243,6 +258,7 @@ def _said(extras: Mapping[str, Json]) -> dict[str, Any]:
         "components": components,
         "finish": finish,
         "timings": timings,
+        "problem": problem,
     }
 
 

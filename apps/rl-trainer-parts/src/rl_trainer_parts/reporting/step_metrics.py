@@ -15,9 +15,11 @@ from rl_metrics.reductions import (
     slowest_trajectory,
     spread,
     summarize_batch,
+    summarize_gateway,
     summarize_mismatch,
     summarize_speed,
 )
+from rl_rollout import GroupResult
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -74,6 +76,23 @@ def record_distributions(batch: Batch, recorder: Recorder) -> None:
     """
     for name, values in batch_distributions(batch).items():
         recorder.record_values(name, values)
+
+
+def summarize_sessions(groups: Sequence[GroupResult]) -> dict[str, float]:
+    """What audits found in the sessions of groups, and what the gateway counted in them."""
+    told = [one.trajectories[-1].extras for group in groups for one in group.sessions if one.trajectories]
+    rescored = [group.rescored for group in groups]
+    metrics = {
+        "rollout/audited_sessions": float(sum(group.num_audited for group in groups)),
+        "rollout/audit_failures": float(sum(group.num_audit_failures for group in groups)),
+        "rollout/rescored_sessions": float(sum(one.num_sessions for one in rescored)),
+        "rollout/rescored_skipped": float(sum(one.num_skipped for one in rescored)),
+        **summarize_gateway(extras.get("gateway") for extras in told),
+    }
+    if num_tokens := sum(one.num_tokens for one in rescored):
+        metrics["rollout/rescored_diff_mean"] = sum(one.sum_diff for one in rescored) / num_tokens
+        metrics["rollout/rescored_diff_max"] = max(one.max_diff for one in rescored)
+    return metrics
 
 
 def slowest_session(trajectories: Sequence[Trajectory]) -> dict[str, Any]:

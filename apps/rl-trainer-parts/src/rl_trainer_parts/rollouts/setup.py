@@ -1,6 +1,6 @@
 """What rollouts flow through: the engine's loop, the queue, and the transport of weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -87,17 +87,33 @@ def make_transport(settings: Settings, *, is_in_process: bool | None = None) -> 
 
 
 @contextmanager
-def open_rollout(settings: Settings, tokenizer: PromptTokenizer, engine: RolloutEngine) -> Iterator[Rollout]:
-    """The agent loop on an engine; its rewards and tools are closed in the end."""
+def open_rollout(
+    settings: Settings,
+    tokenizer: PromptTokenizer,
+    engine: RolloutEngine,
+    *,
+    served: Callable[[], int | None] | None = None,
+) -> Iterator[Rollout]:
+    """The agent loop on an engine; its rewards and tools are closed in the end.
+
+    Args:
+        settings: Of the run.
+        tokenizer: Of the policy.
+        engine: Generates.
+        served: See `Rollout`.
+    """
+    chosen = settings.rollout
+    audit = AuditOptions(share=chosen.audit_share, rescored_share=chosen.rescored_share, seed=settings.run.seed)
     scorer = make_scorer(settings, tokenizer, engine)
     try:
         rollout = Rollout(
             engine,
-            resolve_loop(settings.rollout.loop, settings.rollout.loop_options),
+            resolve_loop(chosen.loop, chosen.loop_options),
             scorer=scorer,
             decode=tokenizer.decode,
             tokenizer=tokenizer,
-            options=RolloutOptions(audit=AuditOptions(share=settings.rollout.audit_share, seed=settings.run.seed)),
+            options=RolloutOptions(audit=audit),
+            served=served,
         )
         try:
             yield rollout

@@ -98,10 +98,11 @@ class RolloutSettings:
         engine: "vllm", "transformers", or the name of one installed by another package.
         placement: "inline" (in the learner's process, where a debugger works), "process" (processes of this machine),
             or "ray" (actors of Ray, on one machine or many); see `replicas`.
-        loop: Agent loop by name: "single_turn", "tools", "environment", "verifiers" (shown in examples/verifiers), or
+        loop: Agent loop by name: "single_turn", "tools", "environment", "agent", "verifiers" (in examples/verifiers), or
             one installed by another package.
         loop_options: Its options, a table.
         audit_share: Share of the sessions whose tokens are proved to be those that the engine sampled.
+        rescored_share: Share of the sessions that the engine scores again, while it serves what sampled them.
         sleep: Let the engine free its memory while the learner trains, where its platform can.
         prompts_per_step: Prompts of a step.
         group_size: Sessions of each prompt.
@@ -118,6 +119,7 @@ class RolloutSettings:
     loop: str = "single_turn"
     loop_options: dict[str, Json] = field(default_factory=dict)
     audit_share: float = 0.1
+    rescored_share: float = 0.02
     sleep: bool = False
     prompts_per_step: int = 64
     group_size: int = 8

@@ -16,12 +16,13 @@ Reduction = Literal["mean", "sum", "min", "max", "last", "histogram"]
 """How the values recorded for one step become one: "mean" is weighted, "last" is the newest; a "histogram" keeps their
 distribution."""
 
-WeightedBy = Literal["token", "trajectory", "group", "prompt", "step"]
+WeightedBy = Literal["token", "trajectory", "session", "group", "prompt", "step"]
 """What a mean, or a histogram, counts: the weight given with a value is how many of these it stands for."""
 
 PLURALS: dict[WeightedBy, str] = {
     "token": "tokens",
     "trajectory": "trajectories",
+    "session": "sessions",
     "group": "groups",
     "prompt": "prompts",
     "step": "steps",

@@ -9,6 +9,7 @@ from rl_metrics.definitions.definition import Band, Metric, MetricTable
 from rl_metrics.definitions.distillation import DISTILLATION
 from rl_metrics.definitions.distributions import DISTRIBUTIONS
 from rl_metrics.definitions.entries import BY_DESIGN, GUIDE, GUIDE_KL, PROOF, THUMB, mean, one, spread
+from rl_metrics.definitions.gateway import GATEWAY
 from rl_metrics.definitions.memory import MEMORY
 from rl_metrics.definitions.mixtures import MIXTURES
 from rl_metrics.definitions.timing import TIMING
@@ -193,10 +194,30 @@ ROLLOUT = (
     one(
         "rollout/audit_failures",
         "sessions",
-        "Audited sessions with a token that the engine did not sample; they failed.",
+        "Audited sessions with a token that the engine did not sample, or not in this context; they failed.",
         reduction="sum",
         healthy=Band(high=0.0, source=BY_DESIGN),
     ),
+    one(
+        "rollout/rescored_sessions",
+        "sessions",
+        "Sessions that the engine scored again with the weights that sampled them.",
+        reduction="sum",
+    ),
+    one(
+        "rollout/rescored_skipped",
+        "sessions",
+        "Sessions that were drawn for it and not scored: several versions sampled them, or new weights came.",
+        reduction="sum",
+    ),
+    mean(
+        "rollout/rescored_diff_mean",
+        "nats",
+        "Absolute difference of a token's logprob as it was sampled and as it is scored again, mean.",
+        over="token",
+        healthy=Band(high=0.1, source=THUMB),
+    ),
+    one("rollout/rescored_diff_max", "nats", "Largest of these differences.", reduction="max"),
     mean(
         "rollout/replayed",
         "1",
@@ -314,6 +335,7 @@ FAMILIES: dict[str, tuple[Metric, ...]] = {
     "Rewards and advantages": CRITIC,
     "Distillation": DISTILLATION,
     "Rollouts": ROLLOUT,
+    "Gateway": GATEWAY,
     "Distributions": DISTRIBUTIONS,
     "Mismatch of engine and learner": CORRECTION,
     "Mixtures of experts": MIXTURES,

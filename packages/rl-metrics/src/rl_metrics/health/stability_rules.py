@@ -306,6 +306,32 @@ STABILITY = (
         ),
     ),
     Rule(
+        name="broken_sessions",
+        side="stability",
+        title="an agent's turns are one conversation",
+        what="Many requests of agents begin a conversation anew, each of which trains as a trajectory of its own.",
+        conditions=(
+            condition(
+                "level",
+                "gateway/new_root_share",
+                says="{metric}: {value:share} of the requests (at most {max:share} is healthy)",
+            ),
+        ),
+        thresholds=(Threshold("max", 0.3, "share of the requests, running median", THUMB),),
+        window=5,
+        min_steps=1,
+        causes=(
+            Cause(
+                "the agent changes its system prompt or its tools from request to request, as by the time of day",
+                "look at gateway/roots/system and gateway/roots/tools, and let it keep them the same",
+            ),
+            Cause(
+                "the agent writes its history anew, as by summaries or by cutting what tools replied",
+                "look at gateway/roots/user and gateway/roots/tool; give it more context, or let it append only",
+            ),
+        ),
+    ),
+    Rule(
         name="failed_rewards",
         side="stability",
         title="the reward function gives rewards",

@@ -40,6 +40,7 @@ SCRIPTS = (
     "differences.js",
     "copying.js",
     "group.js",
+    "session.js",
     "trajectory.js",
     "viewer.js",
     "generations.js",

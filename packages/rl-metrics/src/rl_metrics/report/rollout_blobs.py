@@ -93,10 +93,11 @@ class _Chunk:
         self.texts.append(
             [
                 *(row.prompt, row.response, row.ground_truth, row.prompt_uid, row.session, row.output, row.time),
-                *(row.failure, dict(row.components), dict(row.timings), dict(row.extras)),
+                *(row.failure, dict(row.components), dict(row.timings), dict(row.extras), row.turns),
             ]
         )
         self.num_characters += len(row.prompt) + len(row.response) + len(row.failure or "") + len(str(row.extras))
+        self.num_characters += len(str(row.turns))
         count = len(row.tokens)
         self.lengths.append(count)
         ids = row.columns.get("token_ids") or (-1.0,) * count

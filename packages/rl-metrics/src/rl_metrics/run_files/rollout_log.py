@@ -37,6 +37,11 @@ FLOAT_COLUMNS = ("rollout_logprobs", "policy_logprobs", "entropy", "advantages",
 TOKEN_COLUMNS = (*INT_COLUMNS, *FLOAT_COLUMNS)
 """Columns of a response's tokens that a trajectory may have beside the tokens themselves and their mask."""
 
+ToldTurn = tuple[str, int, int, int | str, list[str], dict[str, int]]
+"""A turn of an agent's session: the role that asked, the place of what was sampled in the trajectory (start and stop),
+the output that trains it or why none does, the tools that it called, and, by reason, tokens that were sampled in its
+place and train nothing."""
+
 
 @record
 class RolloutRow:
@@ -56,6 +61,7 @@ class RolloutRow:
         reward: NaN where it has none.
         components: Parts of the reward by name.
         extras: What the reward and the agent loop said beside it, as JSON.
+        turns: Of an agent's session; none where the mask tells them.
         finish: Why the response ended: "stop", "length", "abort".
         timings: Seconds by part: generate_s, tools_s, reward_s; preemptions as a count.
         failure: Why its session failed; None when it did not.
@@ -78,6 +84,7 @@ class RolloutRow:
     reward: float = math.nan
     components: Mapping[str, float] = field(default_factory=dict)
     extras: Mapping[str, Json] = field(default_factory=dict)
+    turns: tuple[ToldTurn, ...] = ()
     finish: str = "stop"
     timings: Mapping[str, float] = field(default_factory=dict)
     failure: str | None = None
@@ -85,6 +92,14 @@ class RolloutRow:
     tokens: tuple[str, ...] = ()
     mask: tuple[bool, ...] = ()
     columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def turns_in(extras: Mapping[str, Json]) -> tuple[ToldTurn, ...]:
+        """The turns that a trajectory's extras tell of; none where "turns" is something else."""
+        try:
+            return msgspec.convert(extras.get("turns", ()), tuple[ToldTurn, ...])
+        except msgspec.ValidationError:
+            return ()
 
     def to_json(self) -> dict[str, Json]:
         """The row as JSON values; a number that is not finite is null."""
@@ -145,6 +160,7 @@ class _Row(msgspec.Struct, frozen=True):
     reward: float | None = None
     components: dict[str, float | None] = {}
     extras: dict[str, Any] = {}
+    turns: tuple[ToldTurn, ...] = ()
     finish: str = "stop"
     timings: dict[str, float | None] = {}
     failure: str | None = None

@@ -1,18 +1,24 @@
 """What was prompted and sampled in a session, as a tree of tokens; each leaf becomes a trajectory."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 
-from rl_core.data import NO_VERSION, IntArray, Timings, Trajectory
+from rl_core.data import NO_VERSION, IntArray, Json, Timings, Trajectory
 from rl_core.errors import DataError
 from rl_rollout.audit import SampledSpan, audit_session
 from rl_rollout.engines.protocol import Generation
-from rl_rollout.gateway.messages import ChatMessage
+from rl_rollout.gateway.messages import ChatMessage, MessageRole
 from rl_rollout.loops.outcomes import join_experts
+
+PROBE = "probe"
+MAX_NAMES = 8
+MAX_NAME_CHARS = 64
+"""Of the tools that a turn called, as people are shown them."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -22,11 +28,13 @@ class Turn:
     Attributes:
         after: The sample that it follows; None at the beginning of a conversation.
         new_ids: [N] int32 tokens since then, up to where the model answers.
+        asked_by: Role of the last message.
         samples: What was sampled, each on its own: several for retries and for choices.
     """
 
     after: "Sample | None"
     new_ids: IntArray
+    asked_by: MessageRole = "user"
     samples: list["Sample"] = field(default_factory=list)
 
     @property
@@ -135,11 +143,25 @@ class SessionTree:
             is_fork=after is not None and bool(beside) and turn is None,
         )
 
-    def open_turn(self, place: Place, digests: Sequence[bytes], new_ids: IntArray) -> Turn:
+    def place_tokens(self, input_ids: IntArray) -> tuple[Place, int]:
+        """Find where a request of tokens goes on: after the sample that has most of them; gives how many those are."""
+        after, num_said = None, 0
+        for sample in self._in_order:
+            said = np.concatenate([sample.turn.input_ids, sample.kept_ids])
+            if num_said <= len(said) <= len(input_ids) and np.array_equal(said, input_ids[: len(said)]):
+                after, num_said = sample, len(said)
+        beside = self._roots if after is None else after.turns
+        turn = beside.get(digest_of(input_ids))
+        is_fork = after is not None and bool(beside) and turn is None
+        return Place(after, num_matched=0, turn=turn, num_known=0, knows_tools=True, is_fork=is_fork), num_said
+
+    def open_turn(
+        self, place: Place, digests: Sequence[bytes], new_ids: IntArray, *, asked_by: MessageRole = "user"
+    ) -> Turn:
         """Add a request where it stands; the same one again is the turn that there is."""
         beside = self._roots if place.after is None else place.after.turns
         self._known.update(digests)
-        return beside.setdefault(digests[-1], Turn(after=place.after, new_ids=new_ids))
+        return beside.setdefault(digests[-1], Turn(after=place.after, new_ids=new_ids, asked_by=asked_by))
 
     def add(self, sample: Sample, digests: Sequence[bytes]) -> None:
         """Add what the model said to a turn whose conversation has these digests."""
@@ -165,11 +187,17 @@ class SessionTree:
             )
         return chosen
 
+    @property
+    def num_untrained_tokens(self) -> int:
+        """Tokens that were sampled and train nothing: retries, choices that were not used, probes."""
+        trains = self.trained()
+        return sum(len(one.generation.token_ids) for one in self._in_order if one not in trains)
+
     def trajectories(self, prompt_uid: str, session_index: int) -> tuple[Trajectory, ...]:
         """A trajectory for each leaf, unscored, in the order in which they ended.
 
         A token that several share trains in the first of them; `parent` is the one that trains the last token which a
-        trajectory shares.
+        trajectory shares. The extra "turns" says what became of each turn; see `_told`.
         """
         trains = self.trained()
         owners: dict[Sample, int] = {}
@@ -180,7 +208,8 @@ class SessionTree:
             shared = [owners[one] for one in path if one in owners]
             index = len(built)
             owners.update(dict.fromkeys(own, index))
-            built.append(_trajectory(path, own, (prompt_uid, session_index, index), shared[-1] if shared else None))
+            row = _trajectory(path, own, (prompt_uid, session_index, index), shared[-1] if shared else None)
+            built.append(replace(row, extras={"turns": _told(path, owners, trains)}))
         return tuple(built)
 
     def spans(self) -> list[SampledSpan]:
@@ -246,6 +275,41 @@ def _path(leaf: Sample) -> list[Sample]:
     return path[::-1]
 
 
+def _placed(path: Sequence[Sample]) -> Iterator[tuple[Sample, int, int]]:
+    """Each sample of a path, with the place of its tokens."""
+    start = 0
+    for sample in path:
+        start += len(sample.turn.new_ids)
+        stop = start + len(sample.generation.token_ids if sample is path[-1] else sample.kept_ids)
+        yield sample, start, stop
+        start = stop
+
+
+def _told(path: Sequence[Sample], owners: Mapping[Sample, int], trains: set[Sample]) -> list[Json]:
+    """What people are shown of the turns of a path.
+
+    Of each: the role that asked, the place of what was sampled (start and stop), the output that trains it or why none
+    does, the tools that it called, and tokens that were sampled in its place and train nothing, by reason.
+    """
+    told: list[Json] = []
+    for sample, start, stop in _placed(path):
+        unused: Counter[str] = Counter()
+        for other in sample.turn.samples:
+            if other is not sample and other not in trains:
+                unused[_why_unused(other, sample)] += len(other.generation.token_ids)
+        tools = [call.name[:MAX_NAME_CHARS] for call in sample.message.calls[:MAX_NAMES]]
+        told.append([sample.turn.asked_by, start, stop, owners.get(sample, PROBE), list[Json](tools), dict(unused)])
+    return told
+
+
+def _why_unused(sample: Sample, used: Sample) -> str:
+    if sample.never_trains:
+        return PROBE
+    if not sample.is_delivered:
+        return "disconnected"
+    return "choice" if sample.request_index == used.request_index else "retry"
+
+
 def _trajectory(
     path: Sequence[Sample], own: Sequence[Sample], name: tuple[str, int, int], parent: int | None
 ) -> Trajectory:
@@ -257,15 +321,11 @@ def _trajectory(
     mask = np.zeros(len(ids), dtype=np.bool_)
     logprobs = np.zeros(len(ids), dtype=np.float32)
     versions = np.full(len(ids), NO_VERSION, dtype=np.int32)
-    start = 0
-    for index, sample in enumerate(path):
-        start += len(parts[2 * index])
-        stop = start + len(parts[2 * index + 1])
+    for sample, start, stop in _placed(path):
         if sample in own:
             mask[start:stop] = True
             logprobs[start:stop] = sample.generation.logprobs
             versions[start:stop] = sample.generation.policy_versions
-        start = stop
     return Trajectory(
         prompt_uid=name[0],
         session_index=name[1],

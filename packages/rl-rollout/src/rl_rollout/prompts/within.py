@@ -28,6 +28,7 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         """Go on until there is no call."""
         while (call := self.calls.get()) is not None:
+            outcome: tuple[Any, BaseException | None]
             try:
                 outcome = call(), None
             except BaseException as failure:
@@ -59,12 +60,13 @@ def call_within(
     worker.name = what[:80]
     worker.calls.put(call)
     try:
-        result, failure = worker.outcomes.get(timeout=deadline_s)
+        outcome: tuple[ResultT, BaseException | None] = worker.outcomes.get(timeout=deadline_s)
     except Empty:
         worker.calls.put(None)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker.ident or 0), ctypes.py_object(_GivenUpError))
         raise error(f"{what} took longer than {deadline_s:g} s.") from None
     _idle.append(worker)
+    result, failure = outcome
     if failure is not None:
         raise error(f"{what} {fails} ({type(failure).__name__}: {failure}).") from failure
     return result

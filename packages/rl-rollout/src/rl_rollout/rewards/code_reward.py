@@ -19,7 +19,7 @@ from rl_core.registry import nearest_name
 from rl_rollout.rewards.code_tests import Case, Step, read_tests, same_output
 from rl_rollout.rewards.outputs import cut, shown
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
-from rl_rollout.rewards.sandbox import ProgramRun, Sandbox, SandboxLimits, SandboxOptions
+from rl_rollout.sandbox import ProgramRun, Sandbox, SandboxLimits, SandboxOptions
 
 log = structlog.get_logger(__name__)
 
@@ -92,6 +92,8 @@ class CodeReward:
             ("mode", ("all", "share")),
             ("compare", ("lines", "tokens")),
             ("checks", ("outside", "inside")),
+            ("network", ("deny", "allow")),
+            ("isolation", ("strong", "any")),
         ):
             if getattr(self, name) not in known:
                 raise SettingsError(f"{name} of reward 'code' must be one of {known}; found {getattr(self, name)!r}.")

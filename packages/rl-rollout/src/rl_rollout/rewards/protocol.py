@@ -9,6 +9,26 @@ from rl_core.record_fields import Axes, record
 
 
 @record
+class AgentRun:
+    """How the program of an agent ran.
+
+    Attributes:
+        ended: "exited" by itself or by a signal, or the limit that ended it: "wall_time", "output", and in a sandbox
+            "memory" or "processes".
+        exit_code: Negative for a signal; None when a limit ended it.
+        stdout: The end of what it printed.
+        stderr: The end of its errors.
+        workspace: Path of its working folder, there until the reward is given.
+    """
+
+    ended: str
+    exit_code: int | None = None
+    stdout: str = ""
+    stderr: str = ""
+    workspace: str = ""
+
+
+@record
 class RewardInput:
     """One response to judge.
 
@@ -21,6 +41,7 @@ class RewardInput:
         data_source: As in the row.
         columns: All columns of the row.
         finish_reason: Why the response ended.
+        agent: How the program ran whose last response this is; None for other loops, and for stored sessions.
     """
 
     prompt_uid: str
@@ -31,6 +52,7 @@ class RewardInput:
     data_source: str = "default"
     columns: Mapping[str, Json] = field(default_factory=dict)
     finish_reason: FinishReason = "stop"
+    agent: AgentRun | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,6 +162,11 @@ class Rollouter:
             found, self._events = self._events, []
             return found
 
+    @property
+    def served_version(self) -> int | None:
+        """See `ServedPolicy.settled_version`."""
+        return self._served.settled_version
+
     async def scores(self, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
         """What the served policy thinks of tokens; see `ServedPolicy.scores`."""
         return await self._served.scores(self._started[0], sequences, top_k)

@@ -55,6 +55,11 @@ class ServedPolicy:
         self._is_settled = asyncio.Event()
         self._is_settled.set()
 
+    @property
+    def settled_version(self) -> int | None:
+        """The version that all engines serve; None while they take another one."""
+        return self.version if self._is_settled.is_set() else None
+
     @contextmanager
     def changing(self, version: int) -> Iterator[None]:
         """While the engines take a version, one after the other."""

@@ -23,8 +23,6 @@ class RolloutWindow:
         took_s: Seconds of each group from its start to its last session.
         num_replayed: Groups that came from a skip cache.
         failed_sessions: Sessions that failed.
-        audited_sessions: Sessions that were audited.
-        audit_failures: Sessions that failed for what the audit found.
         refused_groups: Groups that a filter refused.
         made_up_groups: Groups that a filter would have refused, and that train all the same.
     """
@@ -37,8 +35,6 @@ class RolloutWindow:
     took_s: list[float] = field(default_factory=list)
     num_replayed: int = 0
     failed_sessions: int = 0
-    audited_sessions: int = 0
-    audit_failures: int = 0
     refused_groups: int = 0
     made_up_groups: int = 0
 
@@ -53,6 +49,4 @@ class RolloutWindow:
         self.trajectories.extend(group.trajectories)
         self.num_replayed += int(is_replayed)
         self.failed_sessions += len(group.failures)
-        self.audited_sessions += group.num_audited
-        self.audit_failures += group.num_audit_failures
         self.refused_groups += int(is_refused)

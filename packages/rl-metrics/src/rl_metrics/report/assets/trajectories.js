@@ -35,8 +35,8 @@ class Trajectories extends TextChunks {
   /** Prompt, response and what else is text of a trajectory. */
   async text(row) {
     const fields = await this.fields(row);
-    const [prompt, response, truth, uid, session, output, time, failure, components, timings, extras] = fields;
-    return { prompt, response, truth, uid, session, output, time, failure, components, timings, extras };
+    const [prompt, response, truth, uid, session, output, time, failure, components, timings, extras, turns] = fields;
+    return { prompt, response, truth, uid, session, output, time, failure, components, timings, extras, turns };
   }
 
   /** Tokens of a trajectory: {tokens, ids, columns}, columns by name of those that are known. */

@@ -35,6 +35,7 @@ async function showTrajectory(place, runs, number_, row, { isBeside = false, aga
     text.truth === null ? "" : make("p", {}, "Expected: ", make("code", {}, visible(text.truth))),
     rewardParts(text, trajectories, row, group, runs.length > 1 ? ` of ${header.name}` : ""),
     extrasNode(text.extras),
+    isBeside ? "" : sessionTree(trajectories, number_, row, group),
     isBeside ? "" : groupTree(trajectories, number_, row, group),
     isBeside ? "" : sameProblem(runs, number_, row),
   );

@@ -7,10 +7,12 @@ program goes to a pipe that the program does not have.
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import resource
 import signal
+import socket
 import stat
 import struct
 import sys
@@ -31,6 +33,7 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 WORK = "/tmp"  # noqa: S108 (the sandbox's own, inside its own root)
 INNER_UID = 65534
 RLIMIT_SIGPENDING = 11
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 Spec = dict[str, Any]
@@ -38,13 +41,16 @@ Spec = dict[str, Any]
 
 def main() -> None:
     """Run the program of the specification, and report."""
-    status_fd = int(sys.argv[1])
+    status_fd, handout_fd = map(int, sys.argv[1:])
     os.set_inheritable(status_fd, False)
+    os.set_inheritable(handout_fd, False)
     spec = read_spec()
     os.umask(0o022)  # the program's user must be able to enter the folders that are made for it
     try:
-        run = run_in_namespaces if spec["level"].endswith("namespaces") else run_without_namespaces
-        run(spec, status_fd)
+        if spec["level"].endswith("namespaces"):
+            run_in_namespaces(spec, status_fd, socket.socket(fileno=handout_fd))
+        else:
+            run_without_namespaces(spec, status_fd)
     except OSError as error:
         report_error(status_fd, error, where="in the launcher")
 
@@ -70,22 +76,25 @@ def report_error(status_fd: int, error: OSError, *, where: str) -> None:
     report(status_fd, {"error": f"{error.strerror} ({error.filename or where})"})
 
 
-def run_in_namespaces(spec: Spec, status_fd: int) -> None:
+def run_in_namespaces(spec: Spec, status_fd: int, handout: socket.socket) -> None:
     """Processes, mounts, network and IPC of its own; the kernel ends all its processes with their first one."""
-    flags = NEW_PIDS | NEW_MOUNTS | NEW_IPC | NEW_UTS | (NEW_NETWORK if spec["network"] == "deny" else 0)
+    flags = NEW_PIDS | NEW_MOUNTS | NEW_IPC | NEW_UTS | (0 if spec["network"] == "allow" else NEW_NETWORK)
     if spec["level"] == "user_namespaces":
         if spec["uid"] is not None:
             become(spec["uid"])
         enter_user_namespace(flags)
     else:
         check(LIBC.unshare(flags), "unshare")
+    if spec["port"] and spec["network"] == "gateway":
+        hand_out_listener(spec["port"], handout)
+    handout.close()
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     first = os.fork()
     if first == 0:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         try:
             build_root(spec)
-            supervise(spec, status_fd, start(spec, status_fd, folder=WORK))
+            supervise(spec, status_fd, start(spec, status_fd, folder=spec["cwd"] or WORK))
         except OSError as error:
             report_error(status_fd, error, where="in the first process")
         os._exit(0)
@@ -103,7 +112,15 @@ def run_without_namespaces(spec: Spec, status_fd: int) -> None:
     if spec["uid"] is not None:
         for name in ("", *spec["files"]):
             os.chown(Path(folder, name), spec["uid"], spec["uid"])
-    supervise(spec, status_fd, start(spec, status_fd, folder=folder))
+    supervise(spec, status_fd, start(spec, status_fd, folder=spec["cwd"] or folder))
+
+
+def hand_out_listener(port: int, handout: socket.socket) -> None:
+    """Listen in the new network, and give the socket away: it stays in this network wherever it is accepted on."""
+    with socket.socket() as anyone:
+        fcntl.ioctl(anyone, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
+    with socket.create_server(("127.0.0.1", port), backlog=128) as listening:
+        socket.send_fds(handout, [b"1"], [listening.fileno()])
 
 
 def enter_user_namespace(flags: int) -> None:
@@ -121,6 +138,7 @@ def build_root(spec: Spec) -> None:
     root = spec["folder"]
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     sources = [(path, os.open(path, os.O_PATH)) for path in spec["readable"] if not Path(path).is_symlink()]
+    work = os.open(spec["work"], os.O_PATH) if spec["work"] else -1
     devices = [(f"/dev/{name}", os.open(f"/dev/{name}", os.O_PATH)) for name in DEVICES]  # the new root may hide them
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     make_work_folder(spec, root)  # first: what can be read may lie below it, such as a Python in /tmp
@@ -133,6 +151,10 @@ def build_root(spec: Spec) -> None:
             Path(root + path).symlink_to(Path(path).readlink())
     for path, source in devices:
         bind(source, root + path)
+    if spec["work"]:  # at the place that it has outside, below /tmp or not
+        bind(work, root + spec["work"])
+        set_attributes(root + spec["work"], NO_SUID | NO_DEVICES)
+        Path(root, "dev/fd").symlink_to("/proc/self/fd")
     Path(root, "proc").mkdir()
     with contextlib.suppress(OSError):  # a container that hides parts of its own /proc gives no new one
         mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
@@ -211,13 +233,14 @@ def become_program(spec: Spec, folder: str) -> NoReturn:
         Path("/proc/self/oom_score_adj").write_text("1000")  # when memory runs out, this goes first
     if spec["uid"] is not None and spec["level"] != "user_namespaces":
         become(spec["uid"])
-    limit(spec)
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    LIBC.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # 2 MiB at a time, memory would grow far between two looks at it
-    check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
-    install_filter(bytes.fromhex(spec["system_calls"]))
+    if spec["level"] != "unconfined":
+        limit(spec)
+        LIBC.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # 2 MiB at a time, memory would grow far between two looks at it
+        check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
+        install_filter(bytes.fromhex(spec["system_calls"]))
     command = spec["command"]
-    os.execve(command[0], command, {**spec["environment"], "HOME": folder})  # noqa: S606 (what this is for)
+    os.execvpe(command[0], command, {"HOME": folder, **spec["environment"]})  # noqa: S606 (what this is for)
 
 
 def limit(spec: Spec) -> None:
@@ -229,7 +252,7 @@ def limit(spec: Spec) -> None:
     )
     for name, soft, hard in (
         (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
-        (resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"]),
+        *([] if spec["work"] else [(resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"])]),
         (resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"]),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
         (resource.RLIMIT_NPROC, num_processes, num_processes),

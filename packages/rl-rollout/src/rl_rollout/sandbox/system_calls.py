@@ -4,6 +4,7 @@ import errno
 import platform
 import struct
 from collections.abc import Iterable
+from typing import Literal
 
 # Number of each call on x86_64 and on aarch64.
 SOCKETS = {
@@ -88,17 +89,18 @@ VALUES = {"fcntl": ((72, 25), 1, FCNTL)}
 CLONE3 = 435
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 FIRST_X32_CALL = 0x40000000
+FIRST_OTHER_FAMILY = 17  # AF_PACKET; AF_ALG, AF_VSOCK and others follow, which reach the kernel or the host
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT, ARGUMENT_BYTES = 0, 4, 16, 8
 
 
-def system_call_filter(*, allows_network: bool, allows_signals: bool) -> bytes:
+def system_call_filter(*, network: Literal["deny", "allow", "gateway"], allows_signals: bool) -> bytes:
     """A filter that refuses calls with EPERM, and kills a process that calls as another architecture.
 
     Args:
-        allows_network: False refuses `socket` for every family.
+        network: "deny" refuses `socket` for every family, "gateway" for those that no network namespace bounds.
         allows_signals: False refuses to send signals, where other processes of the user could be reached.
 
     Returns:
@@ -107,11 +109,12 @@ def system_call_filter(*, allows_network: bool, allows_signals: bool) -> bytes:
     if platform.machine() not in MACHINES:
         return b""
     column, architecture = MACHINES[platform.machine()]
-    refused = {**ALWAYS, **({} if allows_network else SOCKETS), **({} if allows_signals else SIGNALS)}
-    return b"".join(_instructions([numbers[column] for numbers in refused.values()], column, architecture))
+    refused = {**ALWAYS, **(SOCKETS if network == "deny" else {}), **({} if allows_signals else SIGNALS)}
+    numbers = [one[column] for one in refused.values()]
+    return b"".join(_instructions(numbers, column, architecture, is_within=network == "gateway"))
 
 
-def _instructions(refused: Iterable[int], column: int, architecture: int) -> Iterable[bytes]:
+def _instructions(refused: Iterable[int], column: int, architecture: int, *, is_within: bool) -> Iterable[bytes]:
     yield _instruction(LOAD, ARCHITECTURE)
     yield _instruction(EQUAL, architecture, if_true=1)
     yield _instruction(RETURN, KILL)
@@ -123,6 +126,9 @@ def _instructions(refused: Iterable[int], column: int, architecture: int) -> Ite
         yield _instruction(RETURN, REFUSE | errno.EPERM)
     yield _instruction(EQUAL, CLONE3, if_false=1)  # its flags are out of a filter's sight; C libraries then use clone
     yield _instruction(RETURN, REFUSE | errno.ENOSYS)
+    if is_within:
+        test = _instruction(AT_LEAST, FIRST_OTHER_FAMILY, if_false=1)
+        yield from _refuse_argument(SOCKETS["socket"][column], 0, [test])
     for numbers, argument, bits in BITS.values():
         yield from _refuse_argument(numbers[column], argument, [_instruction(ANY_BIT, bits, if_false=1)])
     for numbers, argument, values in VALUES.values():

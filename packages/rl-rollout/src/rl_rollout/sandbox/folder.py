@@ -28,11 +28,17 @@ def sandbox_folder(uid: int | None) -> Iterator[str]:
             os.chown(folder, uid, uid)
         yield folder
     finally:
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-        except RecursionError:  # folders in folders in folders
-            subprocess.run(["/bin/rm", "-rf", folder], check=False)  # noqa: S603 (our own folder)
+        remove(folder)
         os.close(lock)
+
+
+def remove(folder: str) -> None:
+    """Remove a folder, whatever a program made of it."""
+    with contextlib.suppress(RecursionError):  # folders in folders in folders
+        shutil.rmtree(folder, ignore_errors=True)
+    if Path(folder).exists():  # or such as nobody may write, which package managers make
+        subprocess.run(["/bin/chmod", "-R", "u+rwX", folder], check=False, stderr=subprocess.DEVNULL)  # noqa: S603
+        subprocess.run(["/bin/rm", "-rf", folder], check=False)  # noqa: S603 (our own folder)
 
 
 @functools.cache

@@ -1,0 +1,72 @@
+"""The part of the table about the gateway: what agents asked for, and what of that cannot train."""
+
+from rl_metrics.definitions.definition import Band
+from rl_metrics.definitions.entries import BY_DESIGN, THUMB, mean, one, spread
+
+EVENTS = {
+    "retries": "Requests that a client's SDK made again by itself",
+    "repeated": "Requests equal to an earlier one of their session; one of the answers trains",
+    "replayed": "Requests that came again with their idempotency key, and got the same answer",
+    "disconnected": "Requests whose client went before the answer",
+    "probes": "Answers outside of the task, such as titles or structured output, which never train",
+    "overridden": "Requests that asked for other sampling than the run's, and got the run's",
+    "engine_errors": "Requests that the engine failed",
+}
+"""Counts of requests, by their name in a session."""
+
+GATEWAY = (
+    *spread("gateway/turns", unit="requests", meaning="Requests of a session that were answered", over="session"),
+    mean(
+        "gateway/forks",
+        "forks",
+        "Turns of a session from which another conversation goes on too: an edited history, or a second line of work.",
+        over="session",
+    ),
+    mean(
+        "gateway/roots",
+        "conversations",
+        "Conversations of a session that go on from nothing that was sampled; 1 where all turns are one conversation.",
+        over="session",
+    ),
+    mean(
+        "gateway/new_root_share",
+        "1",
+        "Share of the requests that begin a conversation anew, the first of each session left out.",
+        over="session",
+        healthy=Band(high=0.3, source=THUMB),
+    ),
+    one(
+        "gateway/roots/{reason}",
+        "conversations",
+        "Conversations that begin anew, by what differs first from all before: nothing (first), the tools, the message "
+        "of a role, or that they are a beginning of one (shorter).",
+        reduction="sum",
+    ),
+    one("gateway/sampled_tokens", "tokens", "Tokens sampled for agents.", reduction="sum"),
+    one(
+        "gateway/untrained_tokens",
+        "tokens",
+        "Of these, tokens that train nothing: retries, choices that were not used, probes.",
+        reduction="sum",
+    ),
+    one(
+        "gateway/abandoned_tokens",
+        "tokens",
+        "Tokens sampled for requests that ended without an answer; they train nothing.",
+        reduction="sum",
+    ),
+    *(
+        one(
+            f"gateway/{name}",
+            "requests",
+            f"{meaning}.",
+            reduction="sum",
+            healthy=Band(high=0.0, source=BY_DESIGN) if name == "engine_errors" else None,
+        )
+        for name, meaning in EVENTS.items()
+    ),
+    *(
+        one(f"gateway/overhead_ms/{name}", "ms", f"Time of a turn beside the engine's, {word} of a step's turns.")
+        for name, word in (("p50", "median"), ("p99", "99th percentile"))
+    ),
+)

@@ -1,0 +1,76 @@
+"""Sessions that wait for a worker elsewhere, which claims one over HTTP and finishes it."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rl_core.data import Json
+from rl_core.errors import RolloutError
+from rl_rollout.gateway.sessions import Session
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Offer:
+    """A session to claim.
+
+    Attributes:
+        session: It.
+        shown: What its worker is told beside its key.
+        ends_at: When it fails, by the monotonic clock.
+        is_claimed: A worker has it.
+        is_finished: Set by the worker.
+    """
+
+    session: Session
+    shown: Mapping[str, Json]
+    ends_at: float
+    is_claimed: bool = False
+    is_finished: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def seconds_left(self) -> float:
+        """Until it fails."""
+        return self.ends_at - time.monotonic()
+
+
+class Offers:
+    """Offers in order, each to one worker."""
+
+    def __init__(self) -> None:
+        """Offer nothing yet."""
+        self._waiting: asyncio.Queue[Offer] = asyncio.Queue()
+        self._by_id: dict[str, Offer] = {}
+
+    async def finished(self, session: Session, shown: Mapping[str, Json], *, deadline_s: float) -> None:
+        """Offer a session, and wait until its worker has finished it.
+
+        Raises:
+            RolloutError: Nobody has, by the deadline.
+        """
+        offer = Offer(session=session, shown=shown, ends_at=time.monotonic() + deadline_s)
+        self._by_id[session.session_id] = offer
+        self._waiting.put_nowait(offer)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await offer.is_finished.wait()
+        except TimeoutError:
+            what = "finished by its worker" if offer.is_claimed else "claimed by a worker"
+            raise RolloutError(f"the session was not {what} within {deadline_s:g} s.") from None
+        finally:
+            del self._by_id[session.session_id]
+
+    async def claim(self) -> Offer:
+        """The next session that waits, from now on the caller's."""
+        while True:
+            offer = await self._waiting.get()
+            if offer.session.session_id in self._by_id:
+                offer.is_claimed = True
+                return offer
+
+    def finish(self, session: Session) -> bool:
+        """Say that a session is finished; False where nobody offered it."""
+        offer = self._by_id.get(session.session_id)
+        if offer is not None:
+            offer.is_finished.set()
+        return offer is not None

@@ -1,0 +1,199 @@
+"""Agents that somebody else wrote: each session runs one, which talks to the policy through the gateway."""
+
+import asyncio
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+
+from rl_core.data import Json, Prompt
+from rl_core.errors import RolloutError, SettingsError
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, SamplingParams
+from rl_rollout.gateway import Gateway, Session
+from rl_rollout.loops.agent_options import AgentOptions
+from rl_rollout.loops.agent_others import AgentFunction, RemoteAgents
+from rl_rollout.loops.agent_program import AgentProgram, describe_run
+from rl_rollout.loops.agent_task import AgentTask
+from rl_rollout.loops.protocol import Judged, LoopContext, SessionLoop, SessionResult, describe_failure
+from rl_rollout.loops.single_turn import with_reward
+from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.rewards.protocol import AgentRun
+from rl_rollout.rewards.scorer import Scored, reward_input
+from rl_rollout.user_errors import ends_the_run
+
+
+class AgentsLoop(SessionLoop):
+    """Runs a program as a session; what it asks of the gateway becomes trajectories, which the scorer rewards.
+
+    However the program ends, what it had trains with the reward that it gets: it can exit with an error, be killed,
+    reach its limits. What is not its doing fails the session: it cannot be started, its workspace cannot be copied, or
+    the engine, the gateway or the sandbox failed.
+    """
+
+    Options = AgentOptions
+
+    def __init__(self, options: AgentOptions) -> None:
+        """Keep the options; nothing runs yet."""
+        self._options = options
+        self._agents = self._made_agents(options)
+        self._gateway: Gateway | None = None
+        self._starting: asyncio.Future[None] | None = None
+        self._slots = asyncio.Semaphore(options.max_concurrent)
+        self._engines = SessionEngines()
+
+    async def start(self, tokenizer: PromptTokenizer | None) -> None:
+        """Try the command and the chat template, and serve on this event loop, unless that is done.
+
+        Raises:
+            SettingsError: One of them cannot work, or the gateway cannot listen.
+        """
+        if self._starting is None or self._starting.get_loop() is not asyncio.get_running_loop():
+            self.close()
+            self._starting = asyncio.ensure_future(self._start(tokenizer))
+        await asyncio.shield(self._starting)
+
+    async def _start(self, tokenizer: PromptTokenizer | None) -> None:
+        await self._agents.check()
+        gateway = self._make_gateway(tokenizer)
+        await gateway.start()
+        self._slots = asyncio.Semaphore(self._options.max_concurrent)
+        self._gateway = gateway
+
+    async def check(self, tokenizer: PromptTokenizer | None) -> list[str]:
+        """As `start`, leaving nothing behind; says what a session runs."""
+        line = await self._agents.check()
+        gateway = self._make_gateway(tokenizer)
+        await gateway.start()
+        await gateway.close()
+        return [line]
+
+    def close(self) -> None:
+        """Stop serving, as soon as the event loop runs."""
+        starting, gateway = self._starting, self._gateway
+        self._starting = self._gateway = None
+        if starting is not None and gateway is not None and not starting.get_loop().is_closed():
+            self._closing = asyncio.ensure_future(gateway.close(), loop=starting.get_loop())
+
+    async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
+        """See `AgentLoop.run_group`; starts what was not started, or not on this event loop."""
+        await self.start(context.tokenizer)
+        return await super().run_group(prompt, num_sessions=num_sessions, context=context)
+
+    async def run_session(self, prompt: Prompt, *, session_index: int, context: LoopContext) -> SessionResult:
+        """See `SessionLoop.run_session`."""
+        gateway = self._gateway
+        if gateway is None:
+            raise RolloutError("the agent loop was closed.")
+        async with self._slots:
+            session = gateway.open(
+                prompt.uid,
+                session_index,
+                sampling=lambda turn: context.session_sampling(session_index, turn=turn),
+                limits=self._options.limits,
+            )
+            self._engines.add(session, context.engine)
+            try:
+                return await self._run(gateway, session, prompt, context)
+            except BaseException as error:
+                if ends_the_run(error):
+                    raise
+                if not session.faults:  # what the engine could not do is the reason for what an agent then raised
+                    session.failure = describe_failure(self, error)
+                return await gateway.finish(session)
+            finally:
+                gateway.sessions.forget(session)
+                self._engines.drop(session)
+
+    def judged(self, session: SessionResult, context: LoopContext) -> Judged:
+        """What the model said last; nothing is known any more of how the program ran."""
+        last = session.trajectories[-1]
+        stop = int(np.flatnonzero(last.loss_mask)[-1]) + 1
+        start = int(np.flatnonzero(~last.loss_mask[:stop]).max(initial=-1)) + 1
+        ids = last.input_ids[start:stop]
+        (text,) = context.decode([ids])
+        return Judged(text=text, ids=ids, finish_reason=last.finish_reason)
+
+    async def _run(self, gateway: Gateway, session: Session, prompt: Prompt, context: LoopContext) -> SessionResult:
+        index = session.session_index
+        task = AgentTask(prompt=prompt, base_url=gateway.url, api_key=session.key, session_index=index)
+        started_at = time.perf_counter()
+        async with self._agents.running(task) as outcome:
+            wall_s = time.perf_counter() - started_at
+            if session.failure is None and not session.tree.samples and not session.faults:
+                how = f": {describe_run(outcome.run)}" if outcome.run else ""
+                session.failure = f"the agent got no answer of the policy{how}"
+            result = await gateway.finish(session)
+            if result.failure is not None:
+                return result
+            result = _timed(result, outcome.run, wall_s=wall_s)
+            if outcome.reward is not None:
+                return with_reward(result.trajectories, Scored(result=outcome.reward))
+            judged = self.judged(result, context)
+            given = reward_input(prompt, text=judged.text, ids=judged.ids, finish_reason=judged.finish_reason)
+            (scored,) = await context.scorer.score([replace(given, agent=outcome.run)])
+            return with_reward(result.trajectories, scored)
+
+    def _made_agents(self, options: AgentOptions) -> AgentProgram | AgentFunction | RemoteAgents:
+        if options.remote:
+            return RemoteAgents(options, lambda: self._gateway)
+        return AgentFunction(options) if options.function else AgentProgram(options)
+
+    def _make_gateway(self, tokenizer: PromptTokenizer | None) -> Gateway:
+        if tokenizer is None:
+            raise SettingsError("the agent loop 'agent' needs a tokenizer. Give Rollout one: tokenizer=...")
+        sampling = SamplingParams(max_tokens=1)  # each session brings its own
+        return Gateway(self._engines.as_engine, tokenizer, self._options.gateway, sampling=sampling)
+
+
+def _timed(result: SessionResult, run: AgentRun | None, *, wall_s: float) -> SessionResult:
+    """With the time that was not the engine's, and how the program ended."""
+    *others, last = result.trajectories
+    generate_s = sum(row.timings.generate_s for row in result.trajectories)
+    timings = replace(last.timings, tools_s=max(wall_s - generate_s, 0.0))
+    ended: dict[str, Json] = {} if run is None else {"ended_by": run.ended, "exit_code": run.exit_code}
+    last = replace(last, timings=timings, extras={**last.extras, **ended})
+    return replace(result, trajectories=(*others, last))
+
+
+class SessionEngines:
+    """The engines of a gateway's sessions as one: each group has its own, which remembers what it sampled."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._by_session: dict[str, RolloutEngine] = {}
+        self._latest: RolloutEngine | None = None
+
+    @property
+    def as_engine(self) -> RolloutEngine:
+        """This object, as an engine that does what a gateway asks of one."""
+        return cast(RolloutEngine, self)
+
+    def add(self, session: Session, engine: RolloutEngine) -> None:
+        """Have an engine answer a session."""
+        self._by_session[session.session_id] = self._latest = engine
+
+    def drop(self, session: Session) -> None:
+        """Forget a session, whose last requests may still be on their way out."""
+        self._by_session.pop(session.session_id, None)
+
+    @property
+    def traits(self) -> EngineTraits:
+        """See `RolloutEngine.traits`; those of one Rollout's engines are equal."""
+        return self._any.traits
+
+    async def generate(self, request: GenerateRequest) -> list[Generation]:
+        """See `RolloutEngine.generate`."""
+        session_id = str(request.request_id).rpartition("/")[0]
+        return await self._by_session.get(session_id, self._any).generate(request)
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """See `RolloutEngine.abort`."""
+        await self._any.abort(request_ids)
+
+    @property
+    def _any(self) -> RolloutEngine:
+        if self._latest is None:
+            raise RolloutError("no session has been opened yet.")
+        return self._latest

@@ -1,0 +1,240 @@
+"""Runs programs that nobody trusts, each in processes of its own under limits."""
+
+import asyncio
+import math
+import os
+import random
+import secrets
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from rl_core.errors import RoleError, SettingsError
+from rl_rollout.sandbox.folder import FIRST_UID, NOBODY, NUM_UIDS, sandbox_folder
+from rl_rollout.sandbox.launching import Output, Serve, launch, library_path
+from rl_rollout.sandbox.options import GUARANTEES, Level, ProgramRun, SandboxLimits, SandboxOptions
+from rl_rollout.sandbox.system_calls import system_call_filter
+
+log = structlog.get_logger(__name__)
+
+PROGRAM = "program.py"
+KEPT_BYTES = 1 << 16
+"""Of what a command says on each stream."""
+POLL_S = 0.025
+COMMAND_POLL_S = 0.25
+SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/nix")
+NETWORK_PATHS = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates", "/etc/pki")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A program of any kind, with a folder that it can write.
+
+    Attributes:
+        arguments: The program, found on the environment's PATH, and its arguments.
+        folder: Absolute path; inside the sandbox it is at the same place. Where that is another user's, the folder and
+            what is in it become that user's.
+        cwd: Where it starts, in the folder.
+        environment: All of its environment variables.
+        stdin: What it can read.
+        port: With network = "gateway", the port of 127.0.0.1 that answers.
+        serve: Answers there.
+    """
+
+    arguments: tuple[str, ...]
+    folder: str
+    cwd: str
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    stdin: bytes = b""
+    port: int = 0
+    serve: Serve | None = None
+
+
+class Sandbox:
+    """Runs programs; finds at its start the strongest level of isolation that the machine permits.
+
+    Levels, strongest first: see GUARANTEES. `docs/guides/rewards.md` says what each stops, and what not.
+    """
+
+    def __init__(self, options: SandboxOptions | None = None) -> None:
+        """Check the options; nothing runs yet.
+
+        Raises:
+            SettingsError: An option is impossible, or this is not Linux.
+        """
+        self._options = options or SandboxOptions()
+        self._options.limits.check()
+        for name, known in (("network", ("deny", "allow", "gateway")), ("isolation", ("strong", "any", "none"))):
+            if getattr(self._options, name) not in known:
+                raise SettingsError(f"sandbox {name} must be one of {known}; found {getattr(self._options, name)!r}.")
+        if sys.platform != "linux":
+            raise SettingsError(f"the sandbox for code needs Linux; found {sys.platform}. Run in a Linux container.")
+        self._level: Level | None = None
+
+    @property
+    def level(self) -> Level | None:
+        """The level of isolation; None before `start`."""
+        return self._level
+
+    async def start(self) -> Level:
+        """Try the levels, strongest first, and keep the first that works; once.
+
+        Raises:
+            SettingsError: None works that the options permit; has what each said.
+        """
+        if self._level is not None:
+            return self._level
+        refusals = []
+        if self._options.isolation == "none":
+            self._level = "unconfined"
+            return self._level
+        for level in _levels(self._options):
+            if (refusal := await self._try(level)) is None:
+                self._level = level
+                event = log.warning if level == "same_user" else log.info
+                event("sandbox_chosen", level=level, guarantee=GUARANTEES[level], network=self._options.network)
+                return level
+            refusals.append(f"{level}: {refusal}")
+        advice = "" if self._options.isolation == "any" else ' isolation = "any" would run code with your rights.'
+        raise SettingsError(
+            "no sandbox for code works here. Allow user namespaces, or run as root in a container."
+            f"{advice} Tried:\n" + "\n".join(refusals)
+        )
+
+    async def run(
+        self, program: str, *, stdin: bytes = b"", files: Mapping[str, str] | None = None, wall_s: float = math.inf
+    ) -> ProgramRun:
+        """Run one Python program to its end, or to a limit.
+
+        Args:
+            program: Its source.
+            stdin: What it can read.
+            files: More files in its working folder, by name.
+            wall_s: Seconds, where fewer than the limits give.
+
+        Raises:
+            RoleError: The sandbox itself failed; never the program's doing.
+            SettingsError: No sandbox works here.
+        """
+        level = await self.start()
+        limits = replace(self._options.limits, wall_s=min(self._options.limits.wall_s, wall_s))
+        return await self._run(level, {**(files or {}), PROGRAM: program}, limits, stdin)
+
+    async def _try(self, level: Level) -> str | None:
+        """None when a program runs at this level, and reaches this machine only where it may; else what happened."""
+        word = secrets.token_hex(8)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            probe = PROBE.format(word=word, port=listening.getsockname()[1])
+            try:
+                run = await self._run(level, {PROGRAM: probe}, self._options.limits, b"")
+            except RoleError as error:
+                return str(error)
+        expected = f"{word} {'open' if self._options.network == 'allow' else 'closed'}"
+        if run.is_success and run.stdout.decode().strip() == expected:
+            return None
+        errors = run.stderr.decode(errors="replace").strip()[:300]
+        return f"the trial program {run.ended} with exit code {run.exit_code}, said {run.stdout!r} and {errors!r}"
+
+    async def run_command(self, command: Command) -> ProgramRun:
+        """Run a command to its end, or to a limit; of what it says the end is kept.
+
+        Raises:
+            RoleError: The command cannot be started, or the sandbox itself failed; never the program's doing.
+            SettingsError: No sandbox works here.
+        """
+        level, limits = await self.start(), self._options.limits
+        uid = _user_of(level)
+        if uid is not None:
+            await asyncio.to_thread(_give_to, uid, command.folder)
+        spec = {"command": command.arguments, "environment": dict(command.environment), "port": command.port}
+        spec |= {"cwd": command.cwd, "work": command.folder, "poll_s": COMMAND_POLL_S}
+        stdout = Output(kept_bytes=KEPT_BYTES, max_bytes=limits.stdout_bytes, keeps_end=True)
+        outputs = stdout, Output(kept_bytes=KEPT_BYTES, keeps_end=True)
+        with sandbox_folder(uid) as folder:
+            whole = self._specification(level, uid, folder) | spec | {"files": {}, "limits": asdict(limits)}
+            return await launch(whole, command.stdin, limits, outputs=outputs, serve=command.serve)
+
+    async def _run(self, level: Level, files: dict[str, str], limits: SandboxLimits, stdin: bytes) -> ProgramRun:
+        uid = _user_of(level)
+        stdout = Output(kept_bytes=limits.stdout_bytes + 1, max_bytes=limits.stdout_bytes)
+        outputs = stdout, Output(kept_bytes=limits.stderr_bytes)
+        with sandbox_folder(uid) as folder:
+            spec = self._specification(level, uid, folder)
+            spec |= {"files": files, "limits": asdict(limits)}
+            return await launch(spec, stdin, limits, outputs=outputs, serve=None)
+
+    def _specification(self, level: Level, uid: int | None, folder: str) -> dict[str, Any]:
+        options = self._options
+        paths = (*SYSTEM_PATHS, *(NETWORK_PATHS if options.network == "allow" else ()), *options.readable)
+        calls = system_call_filter(network=options.network, allows_signals=level != "same_user")
+        return {
+            "level": level,
+            "uid": uid,
+            "folder": folder,
+            "cwd": "",
+            "work": "",
+            "command": [options.python or sys.executable, "-I", "-B", "-X", "utf8", PROGRAM],
+            "environment": {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **library_path()},
+            "readable": _readable([*paths, sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent)]),
+            "network": options.network,
+            "port": 0,
+            "poll_s": POLL_S,
+            "system_calls": calls.hex(),
+        }
+
+
+PROBE = """
+import socket
+try:
+    socket.create_connection(("127.0.0.1", {port}), 5)
+    print("{word} open")
+except OSError:
+    print("{word} closed")
+"""
+
+
+def _levels(options: SandboxOptions) -> list[Level]:
+    """Levels to try, strongest first."""
+    levels: list[Level] = ["user_namespaces"]
+    if os.geteuid() == 0:
+        levels = ["namespaces", "user_namespaces", "other_user"]
+    if options.network == "gateway":  # a network of its own
+        return [level for level in levels if level != "other_user"]
+    return [*levels, "same_user"] if options.isolation == "any" else levels
+
+
+def _user_of(level: Level) -> int | None:
+    """The user that a program becomes; None where it stays this one."""
+    return _free_uid() if os.geteuid() == 0 and level not in ("same_user", "unconfined") else None
+
+
+def _give_to(uid: int, folder: str) -> None:
+    """Make a folder, with all that is in it, a user's; links are not followed."""
+    os.chown(folder, uid, uid)
+    for path, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            os.chown(Path(path, name), uid, uid, follow_symlinks=False)
+
+
+def _free_uid() -> int:
+    """A user that is no one's, another for each program: its processes are counted and killed by it."""
+    mapped = Path("/proc/self/uid_map").read_text().split()
+    has_range = len(mapped) == 3 and int(mapped[2]) >= FIRST_UID + NUM_UIDS
+    return FIRST_UID + random.randrange(NUM_UIDS) if has_range else NOBODY  # noqa: S311 (no secret)
+
+
+def _readable(paths: Iterable[str]) -> list[str]:
+    """Paths that exist, targets of links too, none inside another."""
+    wanted: list[str] = []
+    for path in paths:
+        wanted += [path, *([str(Path(path).resolve())] if Path(path).is_symlink() else [])]
+    found: list[str] = []
+    for path in sorted({str(Path(path).absolute()) for path in wanted if Path(path).exists()}):
+        if not any(Path(path).is_relative_to(other) and not Path(other).is_symlink() for other in found):
+            found.append(path)
+    return found
