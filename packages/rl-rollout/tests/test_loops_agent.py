@@ -56,12 +56,11 @@ def test_an_agent_gets_its_prompt_and_its_turns_train(tmp_path):
 FAULTS = {
     "killed": ("ask('a'); os.kill(os.getpid(), 9)", ("exited", -9)),
     "fails": ("ask('a'); sys.exit('no way')", ("exited", 1)),
-    "hangs": ("import signal; signal.signal(15, signal.SIG_IGN); ask('a'); time.sleep(1000)", ("wall_time", None)),
     "floods": (
         "ask('a')\nwhile True: sys.stderr.write('y' * 65536); sys.stdout.write('y' * 65536); sys.stdout.flush()",
         ("output", None),
     ),
-    "hangs in a request": ("ask('a'); ask('slow')", ("wall_time", None)),
+    "hangs": ("import signal; signal.signal(15, signal.SIG_IGN); ask('a'); ask('slow')", ("wall_time", None)),
     "closes its streams": ("ask('a'); [os.close(fd) for fd in (0, 1, 2)]; ask('a'); os._exit(3)", ("exited", 3)),
 }
 
@@ -69,7 +68,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_an_agent_does_to_itself_is_rewarded_with_its_trace(tmp_path, fault):
     source, ended = FAULTS[fault]
-    options = {"time_limit_s": 3.0} if ended[0] == "wall_time" else {}
+    options = {"time_limit_s": 8.0} if ended[0] == "wall_time" else {}
 
     async def say(request, index):
         (heard,) = tokenizer.decode([request.input_ids])
@@ -139,15 +138,46 @@ def test_what_is_not_an_agents_doing_fails_its_session(tmp_path):
     program.chmod(0o755)
     (session,), _ = run_agent([str(program)])
     assert session.failure.startswith(
-        "the agent's program cannot run: the sandbox could not be made: Exec format error"
+        "the agent's program cannot run: the program could not be started: Exec format error"
     )
     (tmp_path / "template").mkdir()
     (tmp_path / "template" / "socket").symlink_to("nowhere")
     loop = resolve_loop("agent", {"command": ["true"], "workspace": str(tmp_path / "template")})
     shutil.rmtree(tmp_path / "template")
     with pytest.raises(RolloutError, match=r"workspace cannot be copied: cp: .*No such file"):
-        asyncio.run(loop._program._fill(tmp_path / "copy"))
+        asyncio.run(loop._agents._fill(tmp_path / "copy"))
     assert given == []
+
+
+def test_a_workspace_may_have_anything_in_it_and_is_gone_whatever_an_agent_made_of_it(tmp_path):
+    template = tmp_path / "template"
+    (template / "folder").mkdir(parents=True)
+    (tmp_path / "outside.txt").write_text("kept")
+    (template / "link").symlink_to(tmp_path / "outside.txt")
+    (template / "dangling").symlink_to("nowhere")
+    os.mkfifo(template / "pipe")
+    with (template / "huge").open("wb") as file:
+        file.truncate(1 << 40)  # holes alone
+    (template / "folder" / "program").write_text("#!/bin/sh\nexit 0\n")
+    (template / "folder" / "program").chmod(0o755)
+    source = """
+    import stat, subprocess
+    assert os.readlink("dangling") == "nowhere" and os.path.islink("link") and stat.S_ISFIFO(os.stat("pipe").st_mode)
+    assert os.stat("huge").st_size == 1 << 40 and os.stat("huge").st_blocks * 512 < 1 << 20
+    assert subprocess.run(["folder/program"]).returncode == 0
+    ask("a")
+    os.mkdir("deep")
+    for number in range(300):
+        os.mkdir("deep/" * 1 + "d"); os.rename("deep/d", "d"); os.rename("deep", "d/deep"); os.rename("d", "deep")
+    open("folder/locked", "w").close()
+    os.chmod("folder", 0o500)
+    sys.exit(4)
+    """
+    (session,), (given,) = run_agent(write_agent(tmp_path, source), workspace=str(template))
+    assert session.failure is None
+    assert (given.agent.exit_code, given.agent.stderr) == (4, "")
+    assert not Path(given.agent.workspace).parent.exists()
+    assert (tmp_path / "outside.txt").read_text() == "kept"
 
 
 def test_an_engine_that_fails_is_no_reward_unless_a_retry_made_it_good(tmp_path):
@@ -241,7 +271,7 @@ ENDS = []
 )
 def test_a_function_is_an_agent_too(tmp_path, name, reward, failure):
     (tmp_path / "own_agents.py").write_text(OWN_AGENTS)
-    options = {"function": f"{tmp_path}/own_agents.py:{name}", "time_limit_s": 1.0 if name == "hangs" else 60}
+    options = {"function": f"{tmp_path}/own_agents.py:{name}", "time_limit_s": 5.0 if name == "hangs" else 60}
     (session,), given = run_agent([], **options)
     assert len(session.trajectories) == 1
     assert session.trajectories[0].reward == reward

@@ -132,5 +132,5 @@ def test_where_no_sandbox_works_the_option_is_refused_with_the_reasons(monkeypat
 
 def test_a_program_that_the_sandbox_cannot_start_fails_the_session(level):
     (session,), given = run_agent(["/nowhere/{prompt}"], sandbox={})
-    assert re.match(r"the agent's program cannot run: the sandbox could not be made: No such file", session.failure)
+    assert re.match(r"the agent's program cannot run: the program could not be started: No such file", session.failure)
     assert given == []

@@ -1,5 +1,6 @@
 """Agent loops: what happens between a prompt and its trajectories."""
 
+from rl_rollout.loops.agent_task import AgentTask
 from rl_rollout.loops.conversation import TurnLimits
 from rl_rollout.loops.environment import EnvironmentLoop, EnvironmentOptions
 from rl_rollout.loops.episode import Environment
@@ -12,6 +13,7 @@ from rl_rollout.loops.turns import TurnFormat
 __all__ = [
     "LOOPS",
     "AgentLoop",
+    "AgentTask",
     "Environment",
     "EnvironmentLoop",
     "EnvironmentOptions",

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from rl_rollout.rewards.scorer import Scored, reward_input
 from rl_rollout.user_errors import ends_the_run
 
 
-class AgentLoop(SessionLoop):
+class AgentsLoop(SessionLoop):
     """Runs a program as a session; what it asks of the gateway becomes trajectories, which the scorer rewards.
 
     However the program ends, what it had trains with the reward that it gets: it can exit with an error, be killed,
@@ -39,22 +39,26 @@ class AgentLoop(SessionLoop):
         self._options = options
         self._agents = self._made_agents(options)
         self._gateway: Gateway | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._starting: asyncio.Future[None] | None = None
         self._slots = asyncio.Semaphore(options.max_concurrent)
         self._engines = SessionEngines()
 
     async def start(self, tokenizer: PromptTokenizer | None) -> None:
-        """Try the command and the chat template, and serve.
+        """Try the command and the chat template, and serve on this event loop, unless that is done.
 
         Raises:
             SettingsError: One of them cannot work, or the gateway cannot listen.
         """
-        self.close()
+        if self._starting is None or self._starting.get_loop() is not asyncio.get_running_loop():
+            self.close()
+            self._starting = asyncio.ensure_future(self._start(tokenizer))
+        await asyncio.shield(self._starting)
+
+    async def _start(self, tokenizer: PromptTokenizer | None) -> None:
         await self._agents.check()
-        gateway, ready = self._make_gateway(tokenizer), asyncio.get_running_loop().create_future()
+        gateway = self._make_gateway(tokenizer)
+        await gateway.start()
         self._slots = asyncio.Semaphore(self._options.max_concurrent)
-        self._serving = asyncio.create_task(_serve(gateway, ready))
-        await ready
         self._gateway = gateway
 
     async def check(self, tokenizer: PromptTokenizer | None) -> list[str]:
@@ -67,14 +71,14 @@ class AgentLoop(SessionLoop):
 
     def close(self) -> None:
         """Stop serving, as soon as the event loop runs."""
-        if self._serving is not None and not self._serving.get_loop().is_closed():
-            self._serving.cancel()
-        self._serving = self._gateway = None
+        starting, gateway = self._starting, self._gateway
+        self._starting = self._gateway = None
+        if starting is not None and gateway is not None and not starting.get_loop().is_closed():
+            self._closing = asyncio.ensure_future(gateway.close(), loop=starting.get_loop())
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
         """See `AgentLoop.run_group`; starts what was not started, or not on this event loop."""
-        if self._serving is None or self._serving.get_loop() is not asyncio.get_running_loop():
-            await self.start(context.tokenizer)
+        await self.start(context.tokenizer)
         return await super().run_group(prompt, num_sessions=num_sessions, context=context)
 
     async def run_session(self, prompt: Prompt, *, session_index: int, context: LoopContext) -> SessionResult:
@@ -193,15 +197,3 @@ class SessionEngines:
         if self._latest is None:
             raise RolloutError("no session has been opened yet.")
         return self._latest
-
-
-async def _serve(gateway: Gateway, ready: "asyncio.Future[Any]") -> None:
-    """Serve until cancelled."""
-    try:
-        await gateway.start()
-        ready.set_result(None)
-        await asyncio.Event().wait()
-    except Exception as error:
-        ready.set_exception(error)
-    finally:
-        await gateway.close()

@@ -83,7 +83,8 @@ class AgentProgram:
         await self._fill(workspace)
         Path(folder, "tmp").mkdir()
         prompt_file.write_text(json.dumps(task.shown(self._options.columns)))
-        places = {"prompt": task.text, "prompt_file": str(prompt_file), "workspace": str(workspace)}
+        text = task.text.replace("\0", "\ufffd")  # which neither arguments nor variables can hold
+        places = {"prompt": text, "prompt_file": str(prompt_file), "workspace": str(workspace)}
         values = {**places, "cwd": str(Path.cwd()), "base_url": task.base_url}
         program, *arguments = (_filled(one, values) for one in self._options.command)
         command = Command(

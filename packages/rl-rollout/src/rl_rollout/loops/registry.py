@@ -16,7 +16,7 @@ LOOPS: Registry[type[AgentLoop]] = Registry(
         "single_turn": "rl_rollout.loops.single_turn:SingleTurnLoop",
         "tools": "rl_rollout.loops.tools:ToolsLoop",
         "environment": "rl_rollout.loops.environment:EnvironmentLoop",
-        "agent": "rl_rollout.loops.agent:AgentLoop",
+        "agent": "rl_rollout.loops.agent:AgentsLoop",
         "verifiers": "rl_rollout.loops.verifiers:VerifiersLoop",
     },
     group="rl_rollout.loops",

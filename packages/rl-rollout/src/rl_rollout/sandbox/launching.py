@@ -190,7 +190,7 @@ def _read_report(status_read: int, stdout: bytes, stderr: bytes) -> ProgramRun:
         lines = os.read(status_read, 1 << 16).splitlines()
     found: dict[str, Any] = json.loads(lines[0]) if lines else {}
     if "error" in found:
-        raise RoleError(f"the sandbox could not be made: {found['error']}.")
+        raise RoleError(f"the program could not be started: {found['error']}.")
     if not found:
         said = stderr.decode(errors="replace").strip()[:500]
         raise RoleError(f"the sandbox's launcher ended without a report; it said {said!r}.")
