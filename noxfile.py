@@ -20,6 +20,7 @@ from nox.command import CommandFailed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from tooling.environments import (
+    AGENTS,
     PACKAGES,
     PROJECTS,
     ROOT,
@@ -52,6 +53,7 @@ WORKSPACE_TESTS = (
     "packages/rl-rollout/tests/test_loops_verifiers.py",
 )
 """Tests of packages that need more than the packages declare, such as vLLM; `unit` leaves them out."""
+AGENTS_TESTS = "packages/rl-rollout/tests/test_gateway_agents.py"
 TWO_WORKERS = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "--max-worker-restart", "0")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     # Without bytecode each of some hundred processes compiles torch and vLLM again; keep it out of the checkout.
@@ -272,6 +274,14 @@ def verifiers(session: nox.Session) -> None:
 
 
 @nox.session
+def agents(session: nox.Session) -> None:
+    """Run agents from PyPI, unmodified and in an environment of their own, against the gateway."""
+    os.environ["AGENTS_PYTHON"] = ensure(session, AGENTS)
+    with summary(session):
+        run_pytest(session, workspace(session), "-m", "soak", AGENTS_TESTS, *session.posargs)
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Run the long fault and fuzz tests: `nox -s soak -- transfer --seed 7`; the seed is printed when none is given."""
     parser = argparse.ArgumentParser(prog="nox -s soak --")
@@ -283,6 +293,7 @@ def soak(session: nox.Session) -> None:
     chosen = ["-k", options.name.replace("-", "_")] if options.name else []
     seeds = [f"--seed={options.seed}", f"--hypothesis-seed={options.seed}", "--hypothesis-profile=soak"]
     limits = ["-o", "faulthandler_timeout=14400"]
+    os.environ["AGENTS_PYTHON"] = ensure(session, AGENTS)
     os.environ["RL_TESTS_COLD"] = "1"  # every process as users start it
     with summary(session):
         folders = ("packages", "apps", "tests")
@@ -332,7 +343,7 @@ def lock(session: nox.Session) -> None:
     """Renew locks/*.txt from locks/*.in: `nox -s lock -- cpu`; all when none is named."""
     tools = ensure(session, TOOLS)
     left_out = {line.split(";")[0].strip() for line in (ROOT / "locks/overrides.txt").read_text().splitlines()}
-    for name in session.posargs or ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers"):
+    for name in session.posargs or ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", "agents"):
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
             resolve = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--report", str(report)]

@@ -37,7 +37,7 @@ class SleepingEngine(ScriptedEngine):
             script: Lengths and costs.
             index: Names its trace.
         """
-        super().__init__(self._decode, end_token_ids=[END_TOKEN])
+        super().__init__(self._play, end_token_ids=[END_TOKEN])
         self._plan = script
         self._index = index
         self._slots = asyncio.Semaphore(script.workload.engine.slots)
@@ -70,7 +70,7 @@ class SleepingEngine(ScriptedEngine):
         found = {"responses": self._trace, "updates": [at for at, _ in self._swaps]}
         write_trace(self._plan, f"engine-{self._index}", found)
 
-    async def _decode(self, request: GenerateRequest, index: int) -> list[int]:
+    async def _play(self, request: GenerateRequest, index: int) -> list[int]:
         number = _number(request.input_ids)
         num_tokens = self._plan.lengths[number][index]
         async with self._slots:

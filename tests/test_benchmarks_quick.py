@@ -16,6 +16,7 @@ KEPT = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
 KEYS = {
     "async": "bound_s date environment is_realtime roles rounds verdicts",
     "distillation": "comparison date device environment preset rounds sizes threads",
+    "gateway": "comparisons date environment memory model placement rounds scripted skipped targets turns versions",
     "learner": "comparisons date environment experts micro_batch_tokens optimizer policy preset rounds",
     "metrics": "date environment step_ms targets",
     "rollout": "comparisons date environment preset rounds skipped threads versions",
@@ -27,6 +28,7 @@ KEYS = {
 ROW_KEYS = {
     "async": "mode wall_s step_s idle_learner slept_learner idle_engine slots_used staleness_mean steps rounds",
     "distillation": "system workload tokens_per_s peak_memory_mb start_memory_mb step_s losses",
+    "gateway": "system workload tokens_per_s turn_overhead_p50_ms turn_overhead_p99_ms",
     "learner": "system workload tokens_per_s peak_memory_mb start_memory_mb tokens_per_s_best step_s fill "
     "model_flops_per_s mfu device threads versions losses grad_norms",
     "metrics": "system workload per_step_ms share_of_step",
@@ -66,6 +68,18 @@ def check_distillation(report: Report, _: str) -> None:
     assert [row["system"] for row in report["results"]] == ["ours", "full_softmax"]
     assert all(row["tokens_per_s"] > 0 and row["peak_memory_mb"] > 0 for row in report["results"])
     assert report["comparison"]["do_agree"]
+
+
+def check_gateway(report: Report, said: str) -> None:
+    (row,) = report["results"]
+    assert row.keys() == set(ROW_KEYS["gateway"].split())
+    assert (row["system"], row["workload"]) == ("ours", "chat_64")
+    assert 0 < row["turn_overhead_p50_ms"] <= row["turn_overhead_p99_ms"] < report["turns"][0]["turn_p99_ms"]
+    assert row["tokens_per_s"] > 0
+    assert report["memory"]["token_kb_per_session"] > 0
+    assert [of["is_met"] for of in report["targets"]] == [None] * 4
+    assert said.count(": not judged\n") == 4
+    assert report["skipped"].keys() == {"vllm_server"}
 
 
 def check_learner(report: Report, _: str) -> None:
@@ -155,6 +169,7 @@ def check_trl(report: Report, _: str) -> None:
 CHECKS: dict[str, Callable[[Report, str], None]] = {
     "async": check_async,
     "distillation": check_distillation,
+    "gateway": check_gateway,
     "learner": check_learner,
     "metrics": check_metrics,
     "rollout": check_rollout,

@@ -133,6 +133,12 @@ VERIFIERS = Environment(
     ),
     inputs=("locks/verifiers.txt", "locks/dev.txt"),
 )
+AGENTS = Environment(
+    name="agents",
+    cost="0.2 GB to download, 0.7 GB on disk, about a minute",
+    steps=(("--no-deps", "-r", "locks/agents.txt"),),
+    inputs=("locks/agents.txt",),
+)
 
 
 def unit_environment(package: str) -> Environment:

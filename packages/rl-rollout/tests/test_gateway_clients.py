@@ -215,7 +215,7 @@ def test_alone_the_client_decides():
         ({"extra_body": {"best_of": 3}}, "best_of"),
         ({"temperature": 3}, "temperature"),
         ({"n": 99}, "n"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
          "messages[0].content[0].type"),
     ],
@@ -280,6 +280,8 @@ def test_tokens_reach_the_client_as_they_are_sampled_but_for_calls():
         async with gateway_site(None, engine=engine) as gateway:
             session = gateway.open("p")
             async with openai_client(gateway, session) as client:
+                for _ in range(8):
+                    steps.release()
                 stream = await client.chat.completions.create(model="any", messages=[USER], tools=TOOLS, stream=True)
                 seen, has_answer = [], False
                 async for chunk in stream:

@@ -96,6 +96,17 @@ def test_keys_are_random_and_shown_nowhere():
     run(talk)
 
 
+def test_an_answers_body_does_not_wait_for_the_clients_acknowledgement_of_its_head():
+    async def talk():
+        async with gateway_site(lambda _: "3") as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+            await client.post("/v1/chat/completions", json=BODY, headers=key_of(gateway.open("p")))
+            (connection,) = gateway._listener._server.server_state.connections
+            served = connection.transport.get_extra_info("socket")
+            assert served.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    run(talk)
+
+
 @pytest.mark.parametrize(
     ("limits", "status", "reason"),
     [
@@ -320,7 +331,7 @@ def test_an_endless_body_is_cut_off_and_idle_connections_hold_nobody_up(has_key)
 
 def test_a_slow_body_is_given_up():
     async def talk():
-        async with gateway_site(lambda _: "3", body_timeout_s=0.3) as gateway:
+        async with gateway_site(lambda _: "3", client_timeout_s=0.3) as gateway:
             session = gateway.open("p")
             port = int(gateway.url.rpartition(":")[2])
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

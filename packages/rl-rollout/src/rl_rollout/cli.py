@@ -10,6 +10,8 @@ import msgspec
 
 from rl_core.errors import BrokenEntryError, RLError
 from rl_core.terminal_text import describe_version, escaped_lines, json_text, write_out
+from rl_rollout.serve_command import add_serve
+from rl_rollout.sessions_command import add_sessions
 from rl_rollout.skip.commands import (
     EntryReport,
     Unwanted,
@@ -164,9 +166,13 @@ def _count(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rl-rollout", description="Works with rollouts that are stored.")
+    parser = argparse.ArgumentParser(
+        prog="rl-rollout", description="Serves models to agents, and shows stored rollouts."
+    )
     parser.add_argument("--version", action="version", version=describe_version("rl-rollout"))
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
+    add_serve(parts)
+    add_sessions(parts)
     cache = parts.add_parser(
         "cache",
         help="skip caches: stored rollouts that a run replays",

@@ -1,29 +1,31 @@
 """Anthropic's Messages: requests read, answers written."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from anthropic.types import Message
 
 from rl_core.data import Json
-from rl_rollout.gateway.asks import Answer, Ask
-from rl_rollout.gateway.chat_completions import tool_schema
+from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.messages import Call, ChatMessage
+from rl_rollout.gateway.reading import as_list, check_fields, read_choice, read_schema, read_tools, text_field, text_of
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.sampling import read_wishes
 from rl_rollout.gateway.tree import Sample
 
-READ = {
+READ = (
     "messages", "model", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "temperature",
     "top_p", "top_k", "output_config",
-}  # fmt: skip
+)  # fmt: skip
 WITHOUT_EFFECT = (
     "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
     "thinking", "user_profile_id", "workspace_id",
 )  # fmt: skip
-Event = tuple[str, dict[str, Json]]
-"""Name and data of an event of a stream."""
+CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "named"}
+A_TOOL = "a tool of the client with name and input_schema"
+SIGNATURE = "rl-rollout"
+"""Of thinking; clients send it back, and nobody checks it."""
 
 
 def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True) -> Ask:
@@ -36,124 +38,113 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
     Raises:
         RefusedError: A field cannot be what it is, or cannot be honoured.
     """
-    for name, value in body.items():
-        if value is not None and name not in READ and name not in WITHOUT_EFFECT:
-            raise RefusedError(f"this server cannot honour {name}. Leave it out.", param=name)
+    check_fields(body, (*READ, *WITHOUT_EFFECT))
     if needs_limit and body.get("max_tokens") is None:
         raise refused_field("max_tokens", None, "an integer of at least 1")
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
-        raise refused_field("messages", given, "a list of at least one message")
+    given = as_list(body.get("messages"), "messages", "a list of at least one message")
     messages = [one for index, each in enumerate(given) for one in _messages(each, f"messages[{index}]")]
     if messages[-1].role == "assistant":
         raise refused_field(
             "messages", "an assistant's message at the end", "ended by a user's message: nothing is prefilled"
         )
     if body.get("system"):
-        system = _texts(body["system"], "system")
+        system = text_of(body["system"], "system", between="\n")
         messages.insert(0, ChatMessage(role="system", content=system))
+    choice, config = body.get("tool_choice"), body.get("output_config") or {}
+    if not isinstance(config, dict):
+        raise refused_field("output_config", config, "an object")
+    is_serial = isinstance(choice, dict) and bool(choice.get("disable_parallel_tool_use"))
+    tools = read_tools(body, lambda tool: tool.get("type") in ("custom", None) and tool, A_TOOL, schema="input_schema")
+    may_call, must_call = read_choice(choice, tools, CHOICES)
     return Ask(
         messages=tuple(messages),
-        tools=_tools(body),
-        may_call=_choice(body) == "auto",
+        tools=tools,
+        may_call=may_call,
+        must_call=must_call,
         wishes=read_wishes(
             body,
             max_tokens="max_tokens",
             stop="stop_sequences",
-            without_effect=WITHOUT_EFFECT,
-            schema=_schema(body),
+            without_effect=(*WITHOUT_EFFECT, "tool_choice") if is_serial else WITHOUT_EFFECT,
+            schema=read_schema(config.get("format"), "output_config.format"),
         ),
     )
 
 
-def messages_response(answer: Answer, *, model: str) -> Message:
-    """The whole answer."""
-    (sample,) = answer.samples
-    return Message.model_validate(
-        {
-            "id": message_id(answer.name),
-            "type": "message",
-            "role": "assistant",
-            "model": model,
-            "content": _blocks(sample),
-            "stop_reason": _stop_reason(sample),
-            "stop_sequence": sample.generation.matched_stop,
-            "usage": {"input_tokens": answer.num_prompt_tokens, "output_tokens": len(sample.generation.token_ids)},
-        }
-    )
+class AnthropicMessages:
+    """A request of Messages, as `WireApi`."""
 
+    ping = 'event: ping\ndata: {"type": "ping"}\n\n'
 
-def start_event(name: str, *, model: str, num_prompt_tokens: int) -> Event:
-    """The event that begins a stream."""
-    message = Message.model_validate(
-        {
-            "id": name,
-            "type": "message",
-            "role": "assistant",
-            "model": model,
-            "content": [],
-            "usage": {"input_tokens": num_prompt_tokens, "output_tokens": 0},
-        }
-    )
-    return "message_start", {"type": "message_start", "message": message.model_dump()}
+    def __init__(self, body: Mapping[str, Json], model: str) -> None:
+        """Read a request to a model.
 
+        Raises:
+            RefusedError: A field cannot be what it is, or cannot be honoured.
+        """
+        self.ask = read_messages_request(body)
+        self._model = model
+        self._index, self._kind = -1, ""
 
-class BlockEvents:
-    """The events of a stream's content: blocks of thinking, text and calls, one after the other."""
+    def whole(self, answer: Answer) -> str:
+        """See `WireApi.whole`."""
+        (sample,) = answer.samples
+        usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": answer.num_sampled}
+        return self._message(answer.name, usage, content=_blocks(sample), **_stopped(sample)).model_dump_json()
 
-    def __init__(self) -> None:
-        """Begin with no block."""
-        self._index = -1
-        self._kind = ""
+    def begin(self, live: Live) -> Iterable[str]:
+        """See `WireApi.begin`."""
+        message = self._message(live.name, {"input_tokens": live.num_prompt_tokens, "output_tokens": 0}, content=[])
+        yield _event("message_start", message=message.model_dump())
 
-    def text(self, kind: str, delta: str) -> Iterator[Event]:
-        """More "thinking" or "text"."""
+    def piece(self, index: int, kind: str, delta: str) -> Iterable[str]:  # noqa: ARG002 - there is one choice
+        """See `WireApi.piece`."""
+        kind = "text" if kind == "content" else "thinking"
         if kind != self._kind:
             yield from self._open(kind, {"thinking": {"thinking": "", "signature": ""}, "text": {"text": ""}}[kind])
         yield self._delta({"type": f"{kind}_delta", kind: delta})
 
-    def call(self, call: Call) -> Iterator[Event]:
-        """A call, whole."""
-        yield from self._open("tool_use", {"id": call.call_id, "name": call.name, "input": {}})
-        yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+    def end(self, answer: Answer) -> Iterable[str]:
+        """The calls, and why and after how many tokens it ended."""
+        (sample,) = answer.samples
+        for call in sample.message.calls:
+            yield from self._open("tool_use", {"id": call.call_id, "name": call.name, "input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        yield from self._close()
+        usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": answer.num_sampled}
+        yield _event("message_delta", delta=_stopped(sample), usage=usage)
+        yield _event("message_stop")
 
-    def close(self) -> Iterator[Event]:
-        """End the block that is open."""
+    def fail(self, error: RefusedError) -> str:
+        """See `WireApi.fail`."""
+        return f"event: error\ndata: {json.dumps(error.as_anthropic())}\n\n"
+
+    def _message(self, name: str, usage: Mapping[str, Json], **fields: Json) -> Message:
+        head = {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": self._model}
+        return Message.model_validate({**head, "usage": usage, **fields})
+
+    def _open(self, kind: str, fields: Mapping[str, Json]) -> Iterable[str]:
+        yield from self._close()
+        self._index, self._kind = self._index + 1, kind
+        yield _event("content_block_start", index=self._index, content_block={"type": kind, **fields})
+
+    def _close(self) -> Iterable[str]:
         if self._kind == "thinking":
             yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
         if self._kind:
-            yield "content_block_stop", {"type": "content_block_stop", "index": self._index}
+            yield _event("content_block_stop", index=self._index)
         self._kind = ""
 
-    def _open(self, kind: str, fields: Mapping[str, Json]) -> Iterator[Event]:
-        yield from self.close()
-        self._index, self._kind = self._index + 1, kind
-        block = {"type": kind, **fields}
-        yield "content_block_start", {"type": "content_block_start", "index": self._index, "content_block": block}
-
-    def _delta(self, delta: dict[str, Json]) -> Event:
-        return "content_block_delta", {"type": "content_block_delta", "index": self._index, "delta": delta}
+    def _delta(self, delta: Mapping[str, Json]) -> str:
+        return _event("content_block_delta", index=self._index, delta=delta)
 
 
-SIGNATURE = "rl-rollout"
-"""Of thinking; clients send it back, and nobody checks it."""
+def _event(name: str, **fields: Any) -> str:
+    return f"event: {name}\ndata: {json.dumps({'type': name, **fields})}\n\n"
 
 
-def end_events(answer: Answer, blocks: BlockEvents) -> Iterator[Event]:
-    """The events that end a stream: the calls, and why and after how many tokens it ended."""
-    (sample,) = answer.samples
-    for call in sample.message.calls:
-        yield from blocks.call(call)
-    yield from blocks.close()
-    delta = {"stop_reason": _stop_reason(sample), "stop_sequence": sample.generation.matched_stop}
-    usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": len(sample.generation.token_ids)}
-    yield "message_delta", {"type": "message_delta", "delta": delta, "usage": usage}
-    yield "message_stop", {"type": "message_stop"}
-
-
-def message_id(name: str) -> str:
-    """Of an answer, by the request's name."""
-    return f"msg_{name}"
+def _stopped(sample: Sample) -> dict[str, Json]:
+    return {"stop_reason": _stop_reason(sample), "stop_sequence": sample.generation.matched_stop}
 
 
 def _blocks(sample: Sample) -> list[dict[str, Json]]:
@@ -187,72 +178,20 @@ def _messages(message: Json, where: str) -> Iterator[ChatMessage]:
     for index, block in enumerate(blocks):
         place, kind = f"{where}.content[{index}]", block.get("type")
         if kind == "text":
-            texts.append(_text(block, "text", place))
+            texts.append(text_field(block, "text", place))
         elif kind == "thinking" and role == "assistant":
-            thoughts.append(_text(block, "thinking", place))
+            thoughts.append(text_field(block, "thinking", place))
         elif kind == "tool_use" and role == "assistant":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             calls.append(
-                Call(name=_text(block, "name", place), arguments=arguments, call_id=str(block.get("id") or ""))
+                Call(name=text_field(block, "name", place), arguments=arguments, call_id=str(block.get("id") or ""))
             )
         elif kind == "tool_result" and role == "user":
-            result = _texts(block.get("content") or "", f"{place}.content")
+            result = text_of(block.get("content"), f"{place}.content", between="\n")
+            if block.get("is_error") and not result.startswith("Error"):
+                result = f"Error: {result}"  # which chat templates have no other place for
             yield ChatMessage(role="tool", content=result, call_id=str(block.get("tool_use_id") or ""))
         elif kind != "redacted_thinking":
             raise refused_field(f"{place}.type", kind, "text, thinking, tool_use or tool_result, in its role")
     if role == "assistant" or texts:
         yield ChatMessage(role=role, content="".join(texts), reasoning="".join(thoughts), calls=tuple(calls))
-
-
-def _texts(content: Json, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise refused_field(where, content, "a text or a list of text blocks")
-    for index, block in enumerate(content):
-        if not isinstance(block, dict) or block.get("type") != "text":
-            kind = block.get("type") if isinstance(block, dict) else block
-            raise refused_field(f"{where}[{index}].type", kind, '"text": this policy reads text alone')
-    return "\n".join(_text(block, "text", f"{where}[{index}]") for index, block in enumerate(content))
-
-
-def _text(block: Mapping[str, Json], name: str, where: str) -> str:
-    text = block.get(name)
-    if not isinstance(text, str):
-        raise refused_field(f"{where}.{name}", text, "a text")
-    return text
-
-
-def _schema(body: Mapping[str, Json]) -> Json:
-    """The schema that a response must follow; None where there is none."""
-    match body.get("output_config") or {}:
-        case {"format": {"type": "json_schema", "schema": dict(schema)}}:
-            return schema
-        case {"format": form} if form is not None:
-            raise refused_field("output_config.format", form, 'of type "json_schema", with a schema')
-        case dict():
-            return None
-        case config:
-            raise refused_field("output_config", config, "an object")
-
-
-def _choice(body: Mapping[str, Json]) -> Any:
-    choice = body.get("tool_choice") or {"type": "auto"}
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in ("auto", "none"):
-        raise refused_field("tool_choice.type", kind, '"auto" or "none": a model cannot be made to call a tool here')
-    return kind
-
-
-def _tools(body: Mapping[str, Json]) -> tuple[Mapping[str, Json], ...]:
-    tools = body.get("tools") or []
-    if not isinstance(tools, list):
-        raise refused_field("tools", tools, "a list of tools")
-    for index, tool in enumerate(tools):
-        is_own = isinstance(tool, dict) and tool.get("type", "custom") in ("custom", None)
-        if not is_own or not isinstance(tool.get("name"), str):
-            raise refused_field(f"tools[{index}]", tool, "a tool of the client with name and input_schema")
-    return tuple(
-        tool_schema(name=one["name"], description=one.get("description"), parameters=one.get("input_schema"))
-        for one in tools
-    )

@@ -4,14 +4,20 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from rl_core.data import Json
 from rl_core.record_fields import record
 from rl_rollout.engines.protocol import NewTokens
 from rl_rollout.gateway.messages import ChatMessage
-from rl_rollout.gateway.replies import NOTHING_SAID, ReplyStream, unsaid
+from rl_rollout.gateway.replies import NOTHING_SAID, ReplyForm, ReplyStream, unsaid
 from rl_rollout.gateway.sampling import Wishes
 from rl_rollout.gateway.tree import Sample
+
+if TYPE_CHECKING:
+    from rl_rollout.gateway.journal import SessionLog
 
 MAX_CHOICES = 16
 
@@ -23,7 +29,9 @@ class Ask:
     Attributes:
         messages: The conversation.
         tools: That the model may call, as chat templates take them.
+        prompt: What is to be continued, as text or tokens, in the place of a conversation.
         may_call: Calls are read; else they are text.
+        must_call: Tools of which one is to be called; empty where the model is free.
         wishes: How it is to be drawn.
         num_choices: Answers to give.
         trains: False for what the agent asks outside of its task.
@@ -31,14 +39,29 @@ class Ask:
         retry_count: How often the client has made the request before.
     """
 
-    messages: tuple[ChatMessage, ...]
+    messages: tuple[ChatMessage, ...] = ()
     tools: tuple[Mapping[str, Json], ...] = ()
+    prompt: str | Sequence[int] | None = None
     may_call: bool = True
+    must_call: tuple[str, ...] = ()
     wishes: Wishes = Wishes()
     num_choices: int = 1
     trains: bool = True
     idempotency_key: str | None = None
     retry_count: int = 0
+
+    @property
+    def form(self) -> ReplyForm:
+        """How what the model says is to be read."""
+        return "text" if self.prompt is not None else "call" if self.must_call else "chat"
+
+    @property
+    def num_chars(self) -> int:
+        """Of all that is to be encoded, about."""
+        texts = [
+            text for one in self.messages for text in (one.content, one.reasoning, *(c.arguments for c in one.calls))
+        ]
+        return sum(map(len, (*texts, self.prompt or ""))) + len(msgspec.json.encode(self.tools))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +73,26 @@ class Answer:
         num_prompt_tokens: That the engine was given.
         overridden: What of the request is not honoured, by field.
         name: Of the request, unlike all others.
+        log: Keeps that it was delivered.
     """
 
     name: str
     samples: Sequence[Sample]
     num_prompt_tokens: int
     overridden: Mapping[str, str]
+    log: "SessionLog | None" = None
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that were sampled."""
+        return sum(len(sample.generation.token_ids) for sample in self.samples)
 
     def deliver(self) -> None:
         """Say that the client got it."""
         for sample in self.samples:
             sample.is_delivered = True
+        if self.log is not None:
+            self.log.delivered(self.samples)
 
 
 class Live:
@@ -83,6 +115,16 @@ class Live:
         self.overridden: Mapping[str, str] = {}
         self._streams: list[ReplyStream] = []
         self._pieces: list[tuple[int, str, str]] = []
+
+    async def changes(self, *, within_s: float | None = None) -> bool:
+        """Wait for news or for the answer; False where neither came in time."""
+        news = asyncio.ensure_future(self.news.wait())
+        either: set[asyncio.Future[Any]] = {self.answer, news}
+        try:
+            done, _ = await asyncio.wait(either, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
+        return bool(done)
 
     def begin(self, name: str, num_prompt_tokens: int, overridden: Mapping[str, str]) -> None:
         """The request is placed, and nothing refuses it."""

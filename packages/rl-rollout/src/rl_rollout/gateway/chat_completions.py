@@ -1,37 +1,41 @@
 """OpenAI's Chat Completions: requests read, answers written."""
 
+import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from rl_core.data import Json
-from rl_rollout.gateway.asks import MAX_CHOICES, Answer, Ask
+from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.messages import Call, ChatMessage
+from rl_rollout.gateway.reading import (
+    as_list,
+    asks_for_usage,
+    check_fields,
+    read_choice,
+    read_num_choices,
+    read_schema,
+    read_tools,
+    text_of,
+)
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.sampling import read_wishes
 from rl_rollout.gateway.tree import Sample
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-READ = {
+READ = (
     "messages", "model", "tools", "tool_choice", "n", "stream", "stream_options", "max_tokens", "max_completion_tokens",
     "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "response_format",
-}  # fmt: skip
+)  # fmt: skip
 WITHOUT_EFFECT = (
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
     "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity",
 )  # fmt: skip
-NOTHING: Mapping[str, tuple[Json, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "top_logprobs": (0,),
-}
-"""Values of fields that ask for nothing; any other value is refused."""
-SCHEMA_FIELDS = ("name", "description", "parameters")
+CHOICES = {"auto": "auto", "none": "none", "required": "required", "function": "named"}
+A_TOOL = 'an object with type "function" and a function that has a name'
 
 
 def read_chat_request(body: Mapping[str, Json]) -> Ask:
@@ -40,116 +44,104 @@ def read_chat_request(body: Mapping[str, Json]) -> Ask:
     Raises:
         RefusedError: A field cannot be what it is, or cannot be honoured.
     """
-    for name, value in body.items():
-        is_known = value is None or name in WITHOUT_EFFECT or name in READ
-        if not is_known and value not in NOTHING.get(name, ()):
-            raise RefusedError(
-                f"this server cannot honour {name}. Leave it out.", param=name, code="unsupported_parameter"
-            )
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise refused_field("messages", messages, "a list of at least one message")
-    num_choices = body.get("n") or 1
-    if not isinstance(num_choices, int) or not 1 <= num_choices <= MAX_CHOICES:
-        raise refused_field("n", num_choices, f"an integer from 1 to {MAX_CHOICES}")
+    check_fields(body, (*READ, *WITHOUT_EFFECT))
+    messages = as_list(body.get("messages"), "messages", "a list of at least one message")
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    schema = read_schema(body.get("response_format"), "response_format", "json_schema")
+    tools = read_tools(body, lambda tool: tool.get("type") == "function" and tool.get("function"), A_TOOL)
+    may_call, must_call = read_choice(body.get("tool_choice"), tools, CHOICES)
     return Ask(
         messages=tuple(_message(one, f"messages[{index}]") for index, one in enumerate(messages)),
-        tools=_tools(body),
-        may_call=(body.get("tool_choice") or "auto") == "auto",
-        wishes=read_wishes(body, max_tokens=limit, stop="stop", without_effect=WITHOUT_EFFECT, schema=_schema(body)),
-        num_choices=num_choices,
+        tools=tools,
+        may_call=may_call,
+        must_call=must_call,
+        wishes=read_wishes(body, max_tokens=limit, stop="stop", without_effect=WITHOUT_EFFECT, schema=schema),
+        num_choices=read_num_choices(body),
     )
 
 
-def chat_response(answer: Answer, *, model: str, with_logprobs: bool) -> ChatCompletion:
-    """The whole answer."""
-    choices = [
-        {
-            "index": index,
-            "message": _answered(sample),
-            "finish_reason": finish_reason(sample),
-            "logprobs": _logprobs(sample) if with_logprobs else None,
-        }
-        for index, sample in enumerate(answer.samples)
-    ]
-    return ChatCompletion.model_validate(
-        {
-            "id": completion_id(answer.name),
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "choices": choices,
-            "usage": usage(answer),
-        }
-    )
+class OpenAIApi:
+    """What OpenAI's APIs have in common: events are data, and errors too."""
+
+    ping = ": ping\n\n"
+
+    def fail(self, error: RefusedError) -> str:
+        """See `WireApi.fail`."""
+        return data(json.dumps(error.as_openai()))
 
 
-def chunk(name: str, model: str, index: int, delta: Mapping[str, Json], finish: str | None = None) -> str:
-    """One event of a stream, as JSON."""
-    return ChatCompletionChunk.model_validate(
-        {
-            "id": name,
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": model,
-            "choices": [{"index": index, "delta": delta, "finish_reason": finish}],
-        }
-    ).model_dump_json(exclude_unset=True)
+class ChatCompletions(OpenAIApi):
+    """A request of Chat Completions, as `WireApi`."""
+
+    def __init__(self, body: Mapping[str, Json], model: str) -> None:
+        """Read a request to a model.
+
+        Raises:
+            RefusedError: A field cannot be what it is, or cannot be honoured.
+        """
+        self.ask = read_chat_request(body)
+        self._with_usage, self._with_logprobs = asks_for_usage(body), bool(body.get("logprobs"))
+        self._head: dict[str, Json] = {"created": int(time.time()), "model": model}
+
+    def whole(self, answer: Answer) -> str:
+        """See `WireApi.whole`."""
+        choices = [
+            {
+                "index": index,
+                "message": _answered(sample),
+                "finish_reason": finish_reason(sample),
+                "logprobs": _logprobs(sample) if self._with_logprobs else None,
+            }
+            for index, sample in enumerate(answer.samples)
+        ]
+        head = {**self._head, "id": f"chatcmpl-{answer.name}", "object": "chat.completion"}
+        whole = ChatCompletion.model_validate({**head, "choices": choices, "usage": usage(answer)})
+        return whole.model_dump_json(exclude_unset=True)
+
+    def begin(self, live: Live) -> Iterable[str]:
+        """See `WireApi.begin`."""
+        self._head |= {"id": f"chatcmpl-{live.name}", "object": "chat.completion.chunk"}
+        for index in range(self.ask.num_choices):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def piece(self, index: int, kind: str, delta: str) -> Iterable[str]:
+        """See `WireApi.piece`."""
+        yield self._chunk(index, {"content" if kind == "content" else "reasoning_content": delta})
+
+    def end(self, answer: Answer) -> Iterable[str]:
+        """The calls, why each choice ended, and the usage where it was asked for."""
+        for index, sample in enumerate(answer.samples):
+            for number, call in enumerate(sample.message.calls):
+                yield self._chunk(index, {"tool_calls": [{"index": number, **_call(call)}]})
+            yield self._chunk(index, {}, finish_reason(sample))
+        if self._with_usage:
+            yield self._event([], usage=usage(answer))
+        yield data("[DONE]")
+
+    def _chunk(self, index: int, delta: Mapping[str, Json], finish: str | None = None) -> str:
+        return self._event([{"index": index, "delta": delta, "finish_reason": finish}])
+
+    def _event(self, choices: Json, **fields: Json) -> str:
+        chunk = ChatCompletionChunk.model_validate({**self._head, "choices": choices, **fields})
+        return data(chunk.model_dump_json(exclude_unset=True))
 
 
-def last_chunks(answer: Answer, *, name: str, model: str, with_usage: bool) -> Iterator[str]:
-    """The events that end a stream: the calls, why each choice ended, and the usage where it was asked for."""
-    for index, sample in enumerate(answer.samples):
-        for number, call in enumerate(sample.message.calls):
-            yield chunk(name, model, index, {"tool_calls": [{"index": number, **_call(call)}]})
-        yield chunk(name, model, index, {}, finish_reason(sample))
-    if with_usage:
-        head = {"id": name, "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
-        last = ChatCompletionChunk.model_validate({**head, "choices": [], "usage": usage(answer)})
-        yield last.model_dump_json(exclude_unset=True)
-
-
-def completion_id(name: str) -> str:
-    """Of an answer, by the request's name."""
-    return f"chatcmpl-{name}"
+def data(text: str) -> str:
+    """An event without a name."""
+    return f"data: {text}\n\n"
 
 
 def usage(answer: Answer) -> dict[str, Json]:
     """Tokens of an answer."""
-    sampled = sum(len(sample.generation.token_ids) for sample in answer.samples)
-    return CompletionUsage(
-        prompt_tokens=answer.num_prompt_tokens,
-        completion_tokens=sampled,
-        total_tokens=answer.num_prompt_tokens + sampled,
-    ).model_dump(exclude_none=True)
+    sampled = answer.num_sampled
+    total = answer.num_prompt_tokens + sampled
+    counts = CompletionUsage(prompt_tokens=answer.num_prompt_tokens, completion_tokens=sampled, total_tokens=total)
+    return counts.model_dump(exclude_none=True)
 
 
 def finish_reason(sample: Sample) -> str:
     """Why a choice ended."""
     return "tool_calls" if sample.message.calls else sample.generation.finish_reason
-
-
-def text_of(content: Json, where: str) -> str:
-    """The text of a message's content, its parts joined.
-
-    Raises:
-        RefusedError: A part is not text.
-    """
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise refused_field(where, content, "a text or a list of text parts")
-    texts = []
-    for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise refused_field(f"{where}[{index}].type", kind, '"text": this policy reads and writes text alone')
-        text = part.get(part["type"])
-        if not isinstance(text, str):
-            raise refused_field(f"{where}[{index}].{part['type']}", text, "a text")
-        texts.append(text)
-    return "".join(texts)
 
 
 def _message(message: Json, where: str) -> ChatMessage:
@@ -179,48 +171,6 @@ def _read_call(call: Json, where: str) -> Call:
     if not isinstance(arguments, str):
         raise refused_field(f"{where}.function.arguments", arguments, "a JSON text")
     return Call(name=function["name"], arguments=arguments, call_id=str(call.get("id") or ""))
-
-
-def _schema(body: Mapping[str, Json]) -> Json:
-    """The schema that a response must follow; None where there is none."""
-    form = body.get("response_format") or {"type": "text"}
-    match form:
-        case {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return {"type": "object"}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return schema
-        case _:
-            raise refused_field(
-                "response_format", form, 'of type "text", "json_object", or "json_schema" with a schema'
-            )
-
-
-def _tools(body: Mapping[str, Json]) -> tuple[Mapping[str, Json], ...]:
-    tools = body.get("tools") or []
-    choice = body.get("tool_choice") or "auto"
-    if choice not in ("auto", "none"):
-        raise refused_field("tool_choice", choice, '"auto" or "none": a model cannot be made to call a tool here')
-    if not isinstance(tools, list):
-        raise refused_field("tools", tools, "a list of functions")
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if (
-            not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-            or tool.get("type") != "function"
-        ):
-            raise refused_field(
-                f"tools[{index}]", tool, 'an object with type "function" and a function that has a name'
-            )
-    return tuple(tool_schema(**{name: tool["function"].get(name) for name in SCHEMA_FIELDS}) for tool in tools)
-
-
-def tool_schema(*, name: str, description: Json, parameters: Json) -> dict[str, Json]:
-    """A tool as chat templates take it."""
-    function = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
-    return {"type": "function", "function": function}
 
 
 def _answered(sample: Sample) -> dict[str, Json]:

@@ -11,14 +11,13 @@ from starlette.routing import Route
 from rl_core.data import Json, Trajectory
 from rl_core.errors import SettingsError
 from rl_rollout.gateway.refusals import RefusedError, refused_field
-from rl_rollout.gateway.requests import in_words_of, read_json, secret_of, unless_gone
+from rl_rollout.gateway.requests import BodyReader, InWordsOf, secret_of, unless_gone
 from rl_rollout.gateway.sessions import Session, SessionLimits, same_secret
 from rl_rollout.loops.protocol import SessionResult
 
 if TYPE_CHECKING:
     from rl_rollout.gateway.server import Gateway
 
-BODY_TIMEOUT_S = 30.0
 CLAIM_WAIT_S, MAX_CLAIM_WAIT_S = 30.0, 600.0
 
 
@@ -29,22 +28,21 @@ class OwnerRoutes:
         self,
         gateway: "Gateway",
         on_finished: Callable[[Session, SessionResult], None] | None,
-        *,
-        max_bytes: int,
+        bodies: BodyReader,
     ) -> None:
         """Serve a gateway's sessions; `on_finished` gets each that is finished."""
         self._gateway = gateway
         self._on_finished = on_finished
-        self._max_bytes = max_bytes
+        self._bodies = bodies
 
     def routes(self) -> list[Route]:
         """All of them."""
         return [
-            Route("/sessions", in_words_of("openai", self._open), methods=["POST"]),
-            Route("/sessions/claim", in_words_of("openai", self._claim), methods=["POST"]),
-            Route("/sessions/{id}", in_words_of("openai", self._show), methods=["GET"]),
-            Route("/sessions/{id}/reward", in_words_of("openai", self._reward), methods=["POST"]),
-            Route("/sessions/{id}/finish", in_words_of("openai", self._finish), methods=["POST"]),
+            Route("/sessions", InWordsOf("openai", self._open), methods=["POST"]),
+            Route("/sessions/claim", InWordsOf("openai", self._claim), methods=["POST"]),
+            Route("/sessions/{id}", InWordsOf("openai", self._show), methods=["GET"]),
+            Route("/sessions/{id}/reward", InWordsOf("openai", self._reward), methods=["POST"]),
+            Route("/sessions/{id}/finish", InWordsOf("openai", self._finish), methods=["POST"]),
         ]
 
     async def _open(self, request: Request) -> Response:
@@ -80,35 +78,40 @@ class OwnerRoutes:
         return JSONResponse(_shown(self._session(request)))
 
     async def _reward(self, request: Request) -> Response:
-        session = self._session(request)
         body = await self._body(request)
+        session = self._gateway.sessions.by_id(request.path_params["id"])
         session.set_reward(body.get("reward"), body.get("components"))  # type: ignore[arg-type]  # checked there
         return JSONResponse(_shown(session))
 
     async def _finish(self, request: Request) -> Response:
-        session = self._session(request)
         body = await self._body(request)
-        if body.get("reward") is not None:
-            session.set_reward(body["reward"], body.get("components"))
-        if body.get("failure"):
-            session.failure = str(body["failure"])
-        if self._gateway.offers.finish(session):
-            return JSONResponse({**_shown(session), "failure": session.failure})
-        if session.reward is None and session.failure is None:
-            session.failure = "its owner finished the session without a reward"
-        result = await self._gateway.finish(session)
-        if self._on_finished is not None:
-            self._on_finished(session, result)
+        session = self._session(request)
+        if session.is_finished:  # asked again, since the answer was lost
+            result = session.result()
+        else:
+            if body.get("reward") is not None:
+                session.set_reward(body["reward"], body.get("components"))
+            if body.get("failure"):
+                session.failure = str(body["failure"])
+            if self._gateway.offers.finish(session):
+                return JSONResponse({**_shown(session), "failure": session.failure})
+            if session.reward is None and session.failure is None:
+                session.failure = "its owner finished the session without a reward"
+            result = await self._gateway.finish(session)
+            if self._on_finished is not None:
+                self._on_finished(session, result)
         rows = [] if result.failure else [_row(row) for row in result.trajectories]
         return JSONResponse({**_shown(session), "failure": result.failure, "trajectories": rows})
 
     def _session(self, request: Request) -> Session:
         self._admit(request)
-        return self._gateway.sessions.by_id(request.path_params["id"])
+        session_id, journal = request.path_params["id"], self._gateway.journal
+        finished = None if journal is None else journal.find_finished(session_id)
+        return finished or self._gateway.sessions.by_id(session_id)
 
     async def _body(self, request: Request) -> dict[str, Json]:
         self._admit(request)
-        return await read_json(request, max_bytes=self._max_bytes, timeout_s=BODY_TIMEOUT_S)
+        return await self._bodies.read(request)
 
     def _admit(self, request: Request) -> None:
         if not same_secret(self._gateway.owner_key, secret_of(request)):

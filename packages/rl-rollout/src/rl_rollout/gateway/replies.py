@@ -4,6 +4,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rl_core.data import IntArray, Json
 from rl_rollout.engines.response_text import ResponseText
@@ -12,6 +13,7 @@ from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.tools.parsers.markup import THINKING, THOUGHT
 from rl_rollout.tools.parsers.protocol import ParsedTurn, ToolParser
 
+ReplyForm = Literal["chat", "call", "text"]
 NOTHING_SAID: Mapping[str, str] = {"reasoning": "", "content": ""}
 TAIL_TOKENS = 16
 """Tokens in which a prompt that opens the reasoning has done so."""
@@ -45,7 +47,13 @@ class ReplyReader:
         return _opens_reasoning(tail)
 
     def read(
-        self, token_ids: IntArray, *, after: IntArray, tools: Sequence[Mapping[str, Json]] = (), stop: str | None = None
+        self,
+        token_ids: IntArray,
+        *,
+        after: IntArray,
+        tools: Sequence[Mapping[str, Json]] = (),
+        stop: str | None = None,
+        form: ReplyForm = "chat",
     ) -> ChatMessage:
         """A turn as a message.
 
@@ -56,11 +64,15 @@ class ReplyReader:
             after: [N] int32 what the engine was asked to continue, or its end.
             tools: That the model may call, as chat templates take them.
             stop: The stop string that ended it; what comes with it is not shown.
+            form: "call" where it had to be the JSON of a call, "text" where it is shown as it is.
         """
         tail, text = self.tokenizer.decode([after[-TAIL_TOKENS:], token_ids], skip_special_tokens=False)
         shown = text if stop is None else text[: text.find(stop)]
         if len(token_ids) and int(token_ids[-1]) in self.ends:
             shown = shown.removesuffix(self.ends[int(token_ids[-1])])
+        if form != "chat":
+            calls = _forced_call(shown) if form == "call" else ()
+            return ChatMessage(role="assistant", content="" if calls else shown, calls=calls)
         parsed = self._parsed(text if stop is None else shown, tools)
         if parsed.answer is not None:
             return _message(parsed.answer, parsed.reasoning, parsed)
@@ -69,10 +81,18 @@ class ReplyReader:
         return _message(shown[start:end], reasoning, parsed)
 
     def streams(
-        self, num_choices: int, *, after: IntArray, tools: Sequence[Mapping[str, Json]], stop: Sequence[str]
+        self,
+        num_choices: int,
+        *,
+        after: IntArray,
+        tools: Sequence[Mapping[str, Json]],
+        stop: Sequence[str],
+        form: ReplyForm,
     ) -> list["ReplyStream"]:
         """What becomes the messages of a turn that is being sampled; the arguments are those of `read`."""
         openings = () if self.parser is None else getattr(self.parser, "openings", None)
+        if form == "call":
+            openings = None
         is_reasoning = self.opens_reasoning(after)
         tail = after[-TAIL_TOKENS:].tolist()
         return [
@@ -80,6 +100,7 @@ class ReplyReader:
                 self.tokenizer.response_text(tail, stop=stop),
                 is_reasoning=is_reasoning,
                 openings=openings if tools or openings is None else (),
+                is_raw=form == "text",
                 end_token_ids=frozenset(self.ends),
             )
             for _ in range(num_choices)
@@ -143,6 +164,7 @@ class ReplyStream:
         is_reasoning: bool,
         openings: Sequence[str] | None,
         end_token_ids: frozenset[int] = frozenset(),
+        is_raw: bool = False,
     ) -> None:
         """Begin with nothing.
 
@@ -151,18 +173,21 @@ class ReplyStream:
             is_reasoning: The prompt has opened the reasoning.
             openings: What calls begin with; None where a turn cannot be told apart before its end.
             end_token_ids: Tokens that end a turn, which a client does not see.
+            is_raw: All that is said is content, as it is.
         """
         self.said: Mapping[str, str] = NOTHING_SAID
         self._is_reasoning, self._openings, self._end_token_ids = is_reasoning, openings, end_token_ids
-        self._response = text
+        self._response, self._is_raw = text, is_raw
         self._text = ""
 
     def feed(self, token_ids: Sequence[int], *, has_ended: bool = False) -> list[tuple[str, str]]:
         """More of the turn; gives "reasoning" or "content", and what is new of it."""
-        if self._openings is None:
+        if self._openings is None and not self._is_raw:
             return []
         shown = [token_id for token_id in token_ids if token_id not in self._end_token_ids]
         self._text += self._response.feed(shown) + (self._response.finish() if has_ended else "")
+        if self._is_raw or self._openings is None:
+            return self._say(reasoning="", content=self._text)
         seen = self._text[: len(self._text) - _held_back(self._text, (THINKING, THOUGHT, *self._openings))]
         reasoning, start = split_reasoning(seen, is_open=self._is_reasoning)
         if not reasoning and THINKING.startswith(self._text.strip()[: len(THINKING)]):
@@ -170,8 +195,10 @@ class ReplyStream:
         content = seen[start:]
         ends = [end for opening in self._openings if (end := content.find(opening)) >= 0]
         content = content[: min(ends, default=len(content))].strip()
-        now = ChatMessage(role="assistant", content=content, reasoning=reasoning)
-        pieces = unsaid(now, self.said)
+        return self._say(reasoning=reasoning, content=content)
+
+    def _say(self, *, reasoning: str, content: str) -> list[tuple[str, str]]:
+        pieces = unsaid(ChatMessage(role="assistant", reasoning=reasoning, content=content), self.said)
         self.said = {"reasoning": reasoning, "content": content}
         return pieces
 
@@ -189,13 +216,20 @@ def _held_back(text: str, marks: Sequence[str]) -> int:
     return next((size for size in ends if any(mark.startswith(text[-size:]) for mark in marks)), 0)
 
 
+def _forced_call(text: str) -> tuple[Call, ...]:
+    """The call that a structure made the model write; none where a limit cut it."""
+    try:
+        call = json.loads(text)
+        return (_call(call["name"], call["arguments"]),)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ()
+
+
+def _call(name: str, arguments: Mapping[str, Json]) -> Call:
+    written = json.dumps(dict(arguments), ensure_ascii=False)
+    return Call(name=name, arguments=written, call_id=f"call_{secrets.token_hex(12)}")
+
+
 def _message(content: str, reasoning: str, parsed: ParsedTurn) -> ChatMessage:
-    calls = tuple(
-        Call(
-            name=call.name,
-            arguments=json.dumps(dict(call.arguments), ensure_ascii=False),
-            call_id=f"call_{secrets.token_hex(12)}",
-        )
-        for call in parsed.calls
-    )
+    calls = tuple(_call(call.name, call.arguments) for call in parsed.calls)
     return ChatMessage(role="assistant", content=content.strip(), reasoning=reasoning, calls=calls)

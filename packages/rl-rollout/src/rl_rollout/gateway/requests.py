@@ -1,13 +1,16 @@
 """HTTP requests to the gateway: their bodies within bounds, their keys, and errors in the words of their API."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
 from typing import Any, Literal, TypeVar
 
 import msgspec
 import structlog
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 
 from rl_core.data import Json
 from rl_core.errors import DataError
@@ -25,31 +28,53 @@ class ClientGoneError(Exception):
     """The client has closed its connection; nobody reads an answer."""
 
 
-async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> dict[str, Json]:
-    """The JSON object in a request's body.
+class BodyReader:
+    """Reads bodies within bounds: of each, of those of one session at a time, and of all at a time."""
 
-    Raises:
-        RefusedError: It is too large, too slow, or no JSON object.
-    """
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(timeout_s):
-            async for part in request.stream():
-                size += len(part)
-                if size > max_bytes:
-                    raise RefusedError(f"the body must have at most {max_bytes} bytes.", kind="request_too_large")
-                parts.append(part)
-    except TimeoutError:
-        raise RefusedError(f"the body took longer than {timeout_s:g} s.") from None
-    except ClientDisconnect:
-        raise ClientGoneError from None
-    try:
-        body = msgspec.json.decode(b"".join(parts))
-    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise RefusedError(f"the body must be JSON ({error}).") from None
-    if not isinstance(body, dict):
-        raise RefusedError(f"the body must be a JSON object; found {type(body).__name__}.")
-    return body
+    def __init__(self, *, max_bytes: int, timeout_s: float) -> None:
+        """Read none yet."""
+        self._max_bytes, self._timeout_s = max_bytes, timeout_s
+        self._held: Counter[str] = Counter()
+
+    async def read(self, request: Request, reader: str = "") -> dict[str, Json]:
+        """The JSON object in a request's body; `reader` names whose it is.
+
+        Raises:
+            RefusedError: It is too large, too slow, or no JSON object; or too much is read already.
+        """
+        read = bytearray()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                async for part in request.stream():
+                    read += part
+                    self._held[reader] += len(part)
+                    self._check(len(read), reader)
+        except TimeoutError:
+            raise RefusedError(f"the body took longer than {self._timeout_s:g} s.") from None
+        except ClientDisconnect:
+            raise ClientGoneError from None
+        finally:
+            self._held[reader] -= len(read)
+            if not self._held[reader]:
+                del self._held[reader]
+        try:
+            body = msgspec.json.decode(read)
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+            raise RefusedError(f"the body must be JSON ({error}).") from None
+        if not isinstance(body, dict):
+            raise RefusedError(f"the body must be a JSON object; found {type(body).__name__}.")
+        return body
+
+    def _check(self, size: int, reader: str) -> None:
+        if size > self._max_bytes:
+            raise RefusedError(f"the body must have at most {self._max_bytes} bytes.", kind="request_too_large")
+        most = {"this session": 2, "all sessions": 32}
+        held = {"this session": self._held[reader], "all sessions": self._held.total()}
+        for whose, number in most.items():
+            if held[whose] > number * self._max_bytes:
+                raise RefusedError(
+                    f"{held[whose]} bytes of {whose} are being read, the most. Wait.", kind="rate_limit_error"
+                )
 
 
 def secret_of(request: Request) -> str:
@@ -78,23 +103,44 @@ async def unless_gone(request: Request, call: Coroutine[Any, Any, ResultT]) -> R
         task.cancel()
 
 
-def in_words_of(api: Api, handler: Handler) -> Handler:
-    """A handler whose refusals become the errors of an API, and whose faults tell a client nothing of us."""
+class InWordsOf:
+    """Serves a handler whose refusals become the errors of an API, and whose faults tell a client nothing of us."""
 
-    async def handle(request: Request) -> Response:
+    def __init__(self, api: Api, handler: Handler) -> None:
+        """Serve a handler; what it enters in `request.state.stack` is left once its response is sent."""
+        self._api, self._handler = api, handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As an application of ASGI."""
+        request, has_begun = Request(scope, receive), False
+
+        async def sending(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         try:
-            return await handler(request)
-        except RefusedError as error:
-            return refusal(error, api)
+            async with AsyncExitStack() as request.state.stack:
+                response = await self._handler(request)
+                await response(scope, receive, sending)
         except ClientGoneError:
-            return Response(status_code=CLIENT_GONE)
-        except DataError as error:
-            return refusal(RefusedError(str(error)), api)
-        except Exception:
-            log.exception("gateway_request_failed", path=request.url.path)
-            return refusal(RefusedError("the gateway failed; its log says why.", kind="api_error"), api)
+            await Response(status_code=CLIENT_GONE)(scope, receive, send)
+        except Exception as error:
+            if has_begun:
+                raise
+            await refusal(_refused(error, request), self._api)(scope, receive, send)
 
-    return handle
+
+def _refused(error: Exception, request: Request) -> RefusedError:
+    match error:
+        case RefusedError():
+            return error
+        case DataError():
+            return RefusedError(str(error))
+        case RecursionError():
+            return RefusedError("the body is nested too deep. Write it flatter.")
+    log.error("gateway_request_failed", path=request.url.path, exc_info=error)
+    return RefusedError("the gateway failed; its log says why.", kind="api_error")
 
 
 def refusal(error: RefusedError, api: Api) -> Response:

@@ -1,39 +1,41 @@
 """The gateway over HTTP: agents show the keys of their sessions, the owner of the sessions a key of its own."""
 
-import asyncio
 import secrets
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rl_core.data import Json
-from rl_core.errors import MissingExtraError, NotReadyError, SettingsError
+from rl_core.errors import MissingExtraError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
-from rl_rollout.gateway.asks import Ask, Live
+from rl_rollout.gateway.asks import Answer, Ask, Live
+from rl_rollout.gateway.journal import Journal
 from rl_rollout.gateway.offers import Offers
-from rl_rollout.gateway.refusals import refused_field
+from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.service import PolicyService, ServiceOptions
 from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 try:
-    import uvicorn
     from starlette.applications import Starlette
     from starlette.background import BackgroundTask
     from starlette.requests import Request
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    from rl_rollout.gateway.anthropic_messages import messages_response, read_messages_request
-    from rl_rollout.gateway.chat_completions import chat_response, read_chat_request
+    from rl_rollout.gateway.anthropic_messages import AnthropicMessages, read_messages_request
+    from rl_rollout.gateway.chat_completions import ChatCompletions
+    from rl_rollout.gateway.completions import Completions
+    from rl_rollout.gateway.listening import Listener
     from rl_rollout.gateway.metrics import metrics_text
     from rl_rollout.gateway.owner import OwnerRoutes
-    from rl_rollout.gateway.requests import Api, Handler, in_words_of, read_json, secret_of, unless_gone
-    from rl_rollout.gateway.streams import chat_stream, messages_stream
+    from rl_rollout.gateway.requests import Api, BodyReader, Handler, InWordsOf, secret_of, unless_gone
+    from rl_rollout.gateway.responses import Responses
+    from rl_rollout.gateway.streams import WireApi, events
 except ImportError as error:
     raise MissingExtraError(
         "the gateway needs Starlette, uvicorn, openai and anthropic. Install rl-rollout[gateway] as the README says."
@@ -41,8 +43,6 @@ except ImportError as error:
 
 NO_TRAINING = "x-rl-train"
 OVERRIDDEN = "x-rl-overridden"
-START_DEADLINE_S = 30.0
-CLOSE_DEADLINE_S = 5
 
 
 @settings_record
@@ -55,9 +55,13 @@ class GatewayOptions:
         model: The policy's name; requests may name any model, and get this one.
         owner_key: Of the owner's routes; None makes one up.
         max_body_bytes: Longest request.
-        body_timeout_s: Longest time of receiving one.
-        max_connections: Connections at once; beyond, requests get 503.
+        client_timeout_s: Longest time for a request's head, for its body, and for which a client takes nothing of its
+            answer.
+        max_connections: At once; beyond, those close that have waited longest for a request. Half of `ulimit -n` is the
+            most.
         max_sessions: Sessions that are open at once.
+        grace_s: How long after its wall time a session can still be rewarded and finished; then it is removed.
+        sessions: Folder in which sessions are kept; a gateway that was killed goes on with them. None keeps none.
         service: How requests are answered.
     """
 
@@ -66,9 +70,11 @@ class GatewayOptions:
     model: str = "policy"
     owner_key: str | None = None
     max_body_bytes: int = 16 << 20
-    body_timeout_s: float = 30.0
+    client_timeout_s: float = 30.0
     max_connections: int = 4096
     max_sessions: int = 4096
+    grace_s: float = 600.0
+    sessions: Path | None = None
     service: ServiceOptions = ServiceOptions()
 
     def __post_init__(self) -> None:
@@ -79,7 +85,7 @@ class GatewayOptions:
         """
         if self.owner_key is not None and len(self.owner_key) < 32:
             raise SettingsError("owner_key must have at least 32 characters, chosen at random.")
-        for name in ("max_body_bytes", "body_timeout_s", "max_connections", "max_sessions"):
+        for name in ("max_body_bytes", "client_timeout_s", "max_connections", "max_sessions"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} must be above 0; found {getattr(self, name)}.")
 
@@ -89,6 +95,7 @@ class Gateway:
 
     Attributes:
         sessions: Those that are open.
+        journal: Keeps them on disk.
         service: Answers their requests.
         offers: Those that wait for workers elsewhere.
         owner_key: Of the owner's routes.
@@ -123,9 +130,25 @@ class Gateway:
         self.owner_key = self.options.owner_key or f"rl-owner-{secrets.token_urlsafe(32)}"
         self.url = ""
         self._sampling = sampling
+        self.journal = None if self.options.sessions is None else Journal(self.options.sessions)
+        for session in self.journal.restore(self._drawn) if self.journal else ():
+            self.sessions.adopt(session)
         self._on_finished = on_finished
-        self._server: _Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._bodies = BodyReader(max_bytes=self.options.max_body_bytes, timeout_s=self.options.client_timeout_s)
+        self._listener = Listener(
+            self.application(),
+            max_connections=self.options.max_connections,
+            patience_s=self.options.client_timeout_s,
+            every_second=self._remove_expired,
+        )
+
+    def bind(self) -> None:
+        """Take the address; `start` does so by itself, but a taken one should be known before a model is loaded.
+
+        Raises:
+            SettingsError: The address cannot be listened on.
+        """
+        self._listener.bind(self.options.host, self.options.port)
 
     async def start(self) -> None:
         """Listen.
@@ -133,39 +156,14 @@ class Gateway:
         Raises:
             SettingsError: The address cannot be listened on.
         """
-        options = self.options
-        try:
-            listening = socket.create_server((options.host, options.port), backlog=2048)
-        except OSError as error:
-            raise SettingsError(f"the gateway cannot listen on {options.host}:{options.port}: {error}.") from error
-        config = uvicorn.Config(
-            self.application(),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            proxy_headers=False,
-            limit_concurrency=options.max_connections,
-            timeout_keep_alive=60,
-            timeout_graceful_shutdown=CLOSE_DEADLINE_S,
-        )
-        self._server = _Server(config)
-        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
-        async with asyncio.timeout(START_DEADLINE_S):
-            while not self._server.started:
-                if self._serving.done():
-                    self._serving.result()
-                    raise NotReadyError("the gateway's server ended as it began.")
-                await asyncio.sleep(0.005)
-        self.url = f"http://{options.host}:{listening.getsockname()[1]}"
+        self.bind()
+        self.url = f"http://{self.options.host}:{await self._listener.start()}"
 
     async def close(self) -> None:
         """Listen no longer; requests under way get some seconds. Can be called twice."""
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
-            self._server = self._serving = None
+        await self._listener.close()
+        if self.journal is not None:
+            self.journal.close()
 
     def open(
         self,
@@ -188,16 +186,33 @@ class Gateway:
         Raises:
             RefusedError: Too many are open.
         """
-        return self.sessions.open(
+        session = self.sessions.open(
             prompt_uid=prompt_uid,
             session_index=session_index,
-            sampling=sampling or (lambda _turn: self._sampling),
+            sampling=sampling or self._drawn,
             limits=limits,
             metadata=metadata,
         )
+        if self.journal is not None:
+            try:
+                self.journal.begin(session)
+            except RefusedError:
+                self.sessions.forget(session)
+                raise
+        return session
 
     async def finish(self, session: Session) -> SessionResult:
-        """End a session: its requests are aborted, and what it has is audited."""
+        """End a session: its requests are aborted, and what it has is audited.
+
+        Raises:
+            RefusedError: That it is finished cannot be kept, so it is not.
+        """
+        session.is_finished = True
+        try:
+            session.keep()
+        except RefusedError:
+            session.is_finished = False
+            raise
         self.sessions.forget(session)
         if session.running:
             await self.service.engine.abort(set(session.running))
@@ -206,68 +221,69 @@ class Gateway:
             self.service.counts["audit_failures"] += 1
         return result
 
+    def _drawn(self, _turn: int) -> SamplingParams:
+        return self._sampling
+
     def application(self) -> Starlette:
         """The routes, for a server of one's own."""
-        owner = OwnerRoutes(self, self._on_finished, max_bytes=self.options.max_body_bytes)
-        agents: list[tuple[str, Api, Handler]] = [
-            ("/v1/chat/completions", "openai", self._chat),
-            ("/v1/messages", "anthropic", self._messages),
-            ("/v1/messages/count_tokens", "anthropic", self._count_tokens),
+        agents: list[tuple[str, str, Api, Handler]] = [
+            ("POST", "/v1/chat/completions", "openai", partial(self._answered, ChatCompletions)),
+            ("POST", "/v1/completions", "openai", partial(self._answered, Completions)),
+            ("POST", "/v1/messages", "anthropic", partial(self._answered, AnthropicMessages)),
+            ("POST", "/v1/responses", "openai", partial(self._answered, Responses)),
+            ("POST", "/v1/messages/count_tokens", "anthropic", self._count_tokens),
+            ("GET", "/v1/models", "openai", self._models),
+            ("GET", "/v1/models/{model:path}", "openai", self._model),
         ]
         return Starlette(
             routes=[
-                *(Route(path, in_words_of(api, handler), methods=["POST"]) for path, api, handler in agents),
-                Route("/v1/models", in_words_of("openai", self._models)),
-                Route("/v1/models/{model:path}", in_words_of("openai", self._model)),
+                *(Route(path, InWordsOf(api, handler), methods=[method]) for method, path, api, handler in agents),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
-                *owner.routes(),
+                *OwnerRoutes(self, self._on_finished, self._bodies).routes(),
             ]
         )
 
-    async def _chat(self, request: Request) -> Response:
-        session = self.sessions.by_key(secret_of(request))
-        body = await self._body(request)
-        ask = _with_headers(read_chat_request(body), request)
-        if not body.get("stream"):
-            answer = await unless_gone(request, self.service.answer(session, ask))
-            with_logprobs = bool(body.get("logprobs"))
-            whole = chat_response(answer, model=self.options.model, with_logprobs=with_logprobs)
-            return _json(whole.model_dump_json(exclude_unset=True), answer.overridden, answer.deliver)
-        options = body.get("stream_options") or {}
-        if not isinstance(options, dict):
-            raise refused_field("stream_options", options, "an object")
-        live = await self.service.begin(session, ask)
-        events = chat_stream(
-            live,
-            model=self.options.model,
-            num_choices=ask.num_choices,
-            with_usage=bool(options.get("include_usage")),
-        )
-        return _stream(events, live)
+    async def _remove_expired(self) -> None:
+        """Remove sessions that nobody finished in time; what they have goes where finished ones go."""
+        for session in self.sessions:
+            if session.seconds_left > -self.options.grace_s:
+                continue
+            self.service.counts["sessions_expired"] += 1
+            session.failure = session.failure or "its owner did not finish the session in time"
+            result = await self.finish(session)
+            if self._on_finished is not None:
+                self._on_finished(session, result)
 
-    async def _messages(self, request: Request) -> Response:
+    async def _session(self, request: Request) -> Session:
+        """The session whose key a request shows, to the end of its response."""
         session = self.sessions.by_key(secret_of(request))
-        body = await self._body(request)
-        ask = _with_headers(read_messages_request(body), request)
-        if not body.get("stream"):
+        await request.state.stack.enter_async_context(session.attend())
+        return session
+
+    async def _answered(self, kind: Callable[[Mapping[str, Json], str], WireApi], request: Request) -> Response:
+        session = await self._session(request)
+        body = await self._bodies.read(request, session.session_id)
+        api = kind(body, self.options.model)
+        ask, is_stream = _with_headers(api.ask, request), bool(body.get("stream"))
+        del body  # which is large, where it is
+        if not is_stream:
             answer = await unless_gone(request, self.service.answer(session, ask))
-            whole = messages_response(answer, model=self.options.model)
-            return _json(whole.model_dump_json(), answer.overridden, answer.deliver)
-        live = await self.service.begin(session, ask)
-        return _stream(messages_stream(live, model=self.options.model), live)
+            return _json(api.whole(answer), answer)
+        live = await unless_gone(request, self.service.begin(session, ask))
+        return _stream(events(live, api), live)
 
     async def _count_tokens(self, request: Request) -> Response:
-        self.sessions.by_key(secret_of(request))
-        ask = read_messages_request(await self._body(request), needs_limit=False)
+        session = await self._session(request)
+        ask = read_messages_request(await self._bodies.read(request, session.session_id), needs_limit=False)
         return JSONResponse({"input_tokens": self.service.num_input_tokens(ask)})
 
     async def _models(self, request: Request) -> Response:
-        self.sessions.by_key(secret_of(request))
+        await self._session(request)
         return JSONResponse({"object": "list", "data": [self._model_card()], "has_more": False})
 
     async def _model(self, request: Request) -> Response:
-        self.sessions.by_key(secret_of(request))
+        await self._session(request)
         return JSONResponse(self._model_card())
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
@@ -281,25 +297,13 @@ class Gateway:
         card = {"id": self.options.model, "object": "model", "created": 0, "owned_by": "rl-rollout"}
         return {**card, "type": "model", "display_name": self.options.model, "max_model_len": length}
 
-    async def _body(self, request: Request) -> dict[str, Json]:
-        return await read_json(request, max_bytes=self.options.max_body_bytes, timeout_s=self.options.body_timeout_s)
-
-
-class _Server(uvicorn.Server):
-    """One that leaves the signals of the process alone."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
-
 
 def _with_headers(ask: Ask, request: Request) -> Ask:
     """A request with what its headers say."""
     retries = request.headers.get("x-stainless-retry-count", "0")
     changes: dict[str, Any] = {
         "idempotency_key": request.headers.get("idempotency-key"),
-        "retry_count": int(retries) if retries.isdecimal() else 0,
+        "retry_count": int(retries) if retries.isdecimal() and len(retries) < 10 else 0,
         "trains": request.headers.get(NO_TRAINING, "true").lower() not in ("false", "0", "no"),
     }
     return replace(ask, **changes)
@@ -325,15 +329,15 @@ def _stream(events: AsyncIterator[str], live: Live) -> Response:
     )
 
 
-def _json(body: str, overridden: Mapping[str, str], then: Callable[[], None]) -> Response:
+def _json(body: str, answer: Answer) -> Response:
     """An answer that counts as delivered once it is sent."""
 
     async def delivered() -> None:
-        then()
+        answer.deliver()
 
     return Response(
         body,
         media_type="application/json",
-        headers=_override_header(overridden),
+        headers=_override_header(answer.overridden),
         background=BackgroundTask(delivered),
     )

@@ -1,6 +1,7 @@
 """Answers requests of sessions with an engine: places them, encodes what is new, and keeps what was sampled."""
 
 import asyncio
+import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import structlog
 from rl_core.data import IntArray
 from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.record_fields import settings_record
-from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
+from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, Structure
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.encoding import ConversationEncoder
 from rl_rollout.gateway.messages import context_digests
@@ -29,6 +30,10 @@ log = structlog.get_logger(__name__)
 
 VLLM = "vllm:"
 KEPT_OVERHEADS = 4096
+MAX_CHARS_PER_TOKEN = 32
+"""Tokens of text have fewer by far; those of long runs of spaces alone have more."""
+FIRST_TOKEN_S = 5.0
+"""Longest time that a stream waits for its first token before it begins."""
 
 
 @settings_record
@@ -74,6 +79,7 @@ class _Request:
     ask: Ask
     number: int
     digests: Sequence[bytes]
+    num_known: int
     turn: Turn
     input_ids: IntArray
     started_at: float = field(default_factory=time.perf_counter)
@@ -109,6 +115,7 @@ class PolicyService:
         self.overheads_ms: deque[float] = deque(maxlen=KEPT_OVERHEADS)
         self._stop_token_ids = tuple(token for token in stops if token is not None)
         self._encoder = ConversationEncoder(tokenizer, end_token_ids=self._stop_token_ids)
+        self._tokenizer = tokenizer
         self._reader = ReplyReader.of(tokenizer, parser, self._stop_token_ids)
         self._logged: set[str] = set()
         self._ending: set[asyncio.Task[None]] = set()
@@ -116,19 +123,20 @@ class PolicyService:
     async def begin(self, session: Session, ask: Ask) -> Live:
         """Begin to answer a request, for a client that reads along; it is cancelled by its `answer`.
 
+        The engine gets a while for the first token: no SDK retries what fails once a stream has begun.
+
         Raises:
             RefusedError: It cannot be served; the message says why.
         """
         live = Live()
         live.answer = asyncio.ensure_future(self.answer(session, ask, live))
-        begun = asyncio.ensure_future(live.news.wait())
         try:
-            await asyncio.wait({live.answer, begun}, return_when=asyncio.FIRST_COMPLETED)
+            await live.changes()
+            live.news.clear()
+            await live.changes(within_s=FIRST_TOKEN_S)
         except asyncio.CancelledError:
             live.answer.cancel()
             raise
-        finally:
-            begun.cancel()
         if live.answer.done():
             answer = live.answer.result()
             live.begin(answer.name, answer.num_prompt_tokens, answer.overridden)
@@ -142,7 +150,7 @@ class PolicyService:
         """
         if ask.idempotency_key is None:
             return await self._answer(session, ask, live)
-        key = f"{ask.idempotency_key}/{context_digests(ask.tools, ask.messages)[-1].hex()}"
+        key = f"{ask.idempotency_key}/{_digests(ask)[-1].hex()}"
         while (earlier := session.answers.get(key)) is not None:
             self._count(session, "replayed")
             try:
@@ -166,22 +174,19 @@ class PolicyService:
         Raises:
             RefusedError: The chat template refuses it.
         """
+        self._check_length(ask)
         toolset = context_digests(ask.tools, ())[0]
         return len(_templated(lambda: self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset)))
 
     async def _answer(self, session: Session, ask: Ask, live: Live | None) -> Answer:
         with session.admit() as (number, name):
             self.counts["turns"] += 1
+            self._check_length(ask)
+            ask = self._within_means(ask)
             request = self._placed(session, ask, number)
             room = self.engine.traits.max_model_len - len(request.input_ids)
             if room < 1:
-                raise RefusedError(
-                    f"the conversation has {len(request.input_ids)} tokens; this model's maximum context length is "
-                    f"{self.engine.traits.max_model_len} tokens. Shorten the messages.",
-                    param="messages",
-                    code="context_length_exceeded",
-                )
-            self._check_means(ask)
+                raise self._too_long(f"{len(request.input_ids)} tokens")
             sampling, overridden = decide(
                 ask.wishes, session.sampling(number), decided_by=self.options.decided_by, room=room
             )
@@ -196,7 +201,9 @@ class PolicyService:
             )
             if live is not None:
                 new_ids, tools = request.turn.new_ids, ask.tools if ask.may_call else ()
-                streams = self._reader.streams(ask.num_choices, after=new_ids, tools=tools, stop=sampling.stop)
+                streams = self._reader.streams(
+                    ask.num_choices, after=new_ids, tools=tools, stop=sampling.stop, form=ask.form
+                )
                 live.read_along(streams)
                 live.begin(name.replace("/", "-"), len(request.input_ids), overridden)
             generations, engine_s = await self._generate(request, engine_request)
@@ -209,46 +216,82 @@ class PolicyService:
                 samples=samples,
                 num_prompt_tokens=len(request.input_ids),
                 overridden=overridden,
+                log=session.log,
             )
 
-    def _check_means(self, ask: Ask) -> None:
-        """Refuse what the engine cannot do, or what cannot train.
+    def _check_length(self, ask: Ask) -> None:
+        """Refuse what would take the event loop long to encode, for nothing.
 
         Raises:
-            RefusedError: Names the field.
+            RefusedError: It has too many characters for any context.
         """
-        traits, wishes = self.engine.traits, ask.wishes
+        if ask.num_chars > MAX_CHARS_PER_TOKEN * self.engine.traits.max_model_len:
+            raise self._too_long(f"{ask.num_chars} characters")
+
+    def _too_long(self, size: str) -> RefusedError:
+        return RefusedError(
+            f"the conversation has {size}; this model's maximum context length is "
+            f"{self.engine.traits.max_model_len} tokens. Shorten the messages.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+
+    def _within_means(self, ask: Ask) -> Ask:
+        """The request with what the engine can do of it; a call that cannot be had by force is left to the model.
+
+        Raises:
+            RefusedError: Names a field that the engine cannot honour, or that cannot train.
+        """
+        traits, wishes, may_force = (
+            self.engine.traits,
+            ask.wishes,
+            self.options.decided_by == "client" or not ask.trains,
+        )
         if wishes.stop and not traits.can_match_text:
             raise RefusedError("this engine cannot end a response at stop strings. Leave stop out.", param="stop")
+        if isinstance(ask.prompt, str):
+            ask = replace(ask, prompt=self._tokenizer.encode([ask.prompt], add_special_tokens=True)[0])
+        elif ask.prompt and not 0 <= min(ask.prompt) <= max(ask.prompt) < traits.vocab_size:
+            raise RefusedError(f"token ids of a prompt must be from 0 to {traits.vocab_size - 1}.", param="prompt")
+        if ask.must_call and not (may_force and "json_schema" in traits.structures and wishes.structure is None):
+            ignored = replace(wishes, without_effect=(*wishes.without_effect, "tool_choice"))
+            ask = replace(ask, must_call=(), wishes=ignored)
+        if ask.must_call:
+            return replace(ask, wishes=replace(wishes, structure=Structure(json_schema=_call_schema(ask))))
         if wishes.structure is None:
-            return
+            return ask
         if not set(wishes.structure.kinds) <= set(traits.structures):
             raise RefusedError(
                 "this engine cannot follow a structure. Leave response_format out.", param="response_format"
             )
-        if self.options.decided_by == "run" and ask.trains:
+        if not may_force:
             raise RefusedError(
                 "what is sampled under a structure cannot train: its logprobs are those of another distribution. Leave "
                 "response_format out, or send the header x-rl-train: false.",
                 param="response_format",
             )
+        return ask
 
     def _placed(self, session: Session, ask: Ask, number: int) -> _Request:
         started_at = time.perf_counter()
         tree, messages = session.tree, ask.messages
-        digests = context_digests(ask.tools, messages)
-        place = tree.place(digests, messages)
-        if place.turn is not None:
+        digests = _digests(ask)
+        if ask.prompt is not None:
+            input_ids = np.array(ask.prompt, dtype=np.int32)
+            place, num_said = tree.place_tokens(input_ids)
+            new_ids = input_ids[num_said:]
+        elif (place := tree.place(digests, messages)).turn is not None:
             new_ids = place.turn.new_ids
         else:
             new_ids = _templated(lambda: self._new_ids(place, ask, digests[0]))
         self._count_place(session, place, ask)
-        turn = tree.open_turn(place, digests, new_ids, asked_by=messages[-1].role)
+        turn = tree.open_turn(place, digests, new_ids, asked_by=messages[-1].role if messages else "user")
         return _Request(
             session=session,
             ask=ask,
             number=number,
             digests=digests,
+            num_known=place.num_known,
             turn=turn,
             input_ids=turn.input_ids,
             started_at=started_at,
@@ -279,12 +322,14 @@ class PolicyService:
         except RLError as error:
             session.note_fault(digest, str(error))
             self._count(session, "engine_errors")
+            session.keep()
             raise RefusedError(f"the engine cannot serve the request: {error}", kind="api_error") from error
         for generation in generations:
             if generation.finish_reason == "abort" or not len(generation.token_ids):
                 reason = f"the engine gave {len(generation.token_ids)} tokens and aborted"
                 session.note_fault(digest, reason)
                 self._count(session, "abandoned_tokens", sum(len(one.token_ids) for one in generations))
+                session.keep()
                 raise RefusedError(f"{reason}.", kind="api_error")
         session.faults.pop(digest, None)
         return generations, time.perf_counter() - started_at
@@ -303,10 +348,11 @@ class PolicyService:
         ask, session = request.ask, request.session
         tools = ask.tools if ask.may_call else ()
         stop = generation.matched_stop
-        message = self._reader.read(generation.token_ids, after=request.turn.new_ids, tools=tools, stop=stop)
+        after = request.turn.new_ids
+        message = self._reader.read(generation.token_ids, after=after, tools=tools, stop=stop, form=ask.form)
         kept = generation.token_ids
-        if self.options.reasoning == "drop":
-            kept = self._reader.without_reasoning(kept, after=request.turn.new_ids)
+        if self.options.reasoning == "drop" and ask.form == "chat":
+            kept = self._reader.without_reasoning(kept, after=after)
         sample = Sample(
             turn=request.turn,
             message=message,
@@ -318,10 +364,12 @@ class PolicyService:
             never_trains=not ask.trains or ask.wishes.max_tokens == 1 or ask.wishes.structure is not None,
             is_delivered=False,
         )
-        session.tree.add(sample, request.digests)
         self._count(session, "sampled_tokens", len(generation.token_ids))
         if sample.never_trains:
             self._count(session, "probes")
+        if session.log is not None:
+            session.log.said(sample, request.digests[request.num_known :])
+        session.tree.add(sample, request.digests)
         return sample
 
     def _count_place(self, session: Session, place: Place, ask: Ask) -> None:
@@ -377,11 +425,33 @@ def _first_difference(session: Session, place: Place, ask: Ask) -> str:
     """Why a conversation is a new root: the role of the first message that no request before had there."""
     if session.tree.is_empty:
         return "first"
+    if ask.prompt is not None:
+        return "prompt"
     if not place.knows_tools:
         return "tools"
     if place.num_known < len(ask.messages):
         return ask.messages[place.num_known].role
     return "shorter"  # a beginning of what was asked before
+
+
+def _digests(ask: Ask) -> list[bytes]:
+    """Of each beginning of a conversation, or of a prompt as a whole."""
+    if ask.prompt is None:
+        return context_digests(ask.tools, ask.messages)
+    if isinstance(ask.prompt, str):
+        return [digest_of(np.frombuffer(ask.prompt.encode("utf-32-le", "surrogatepass"), dtype=np.int32))]
+    return [digest_of(np.array(ask.prompt, dtype=np.int32))]
+
+
+def _call_schema(ask: Ask) -> str:
+    """The JSON schema of a call of one of the tools of which one must be called."""
+    calls = []
+    for function in (tool["function"] for tool in ask.tools):
+        name = function["name"]
+        if name in ask.must_call:
+            properties = {"name": {"const": name}, "arguments": function["parameters"]}
+            calls.append({"type": "object", "properties": properties, "required": [*properties]})
+    return json.dumps({"anyOf": calls})
 
 
 def _templated(encode: Callable[[], IntArray]) -> IntArray:

@@ -1,12 +1,13 @@
 """Sessions of the gateway: each with a key of its own, limits, and the tree of what was sampled for it."""
 
+import asyncio
 import hmac
 import math
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -21,9 +22,8 @@ from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rewards.outputs import shown_error
 
 if TYPE_CHECKING:
-    import asyncio
-
     from rl_rollout.gateway.asks import Answer
+    from rl_rollout.gateway.journal import SessionLog
 
 KEY_BYTES = 32
 MAX_METADATA_CHARS = 16_384
@@ -64,7 +64,8 @@ class Session:
 
     Attributes:
         session_id: Names it to its owner.
-        key: What the agent shows; never logged.
+        key: What the agent shows; never logged. Empty where the session was opened by a gateway that has died.
+        key_digest: SHA-256 of it.
         prompt_uid: Its group.
         session_index: Which session of the group.
         limits: How far it goes.
@@ -81,10 +82,13 @@ class Session:
         is_finished: Its requests are refused.
         opened_at: By the monotonic clock.
         running: Names of the requests under way, as the engine knows them.
+        num_attended: Requests of clients that have not got all of their response.
+        log: Keeps what happens on disk; None where nothing does.
     """
 
     session_id: str
     key: str = field(repr=False)
+    key_digest: bytes = field(repr=False)
     prompt_uid: str
     session_index: int
     limits: SessionLimits
@@ -101,30 +105,53 @@ class Session:
     is_finished: bool = False
     opened_at: float = field(default_factory=time.monotonic)
     running: set[str] = field(default_factory=set)
+    num_attended: int = 0
+    log: "SessionLog | None" = None
+
+    @property
+    def seconds_left(self) -> float:
+        """Of its wall time; below 0 when it has lasted longer."""
+        return self.opened_at + self.limits.wall_s - time.monotonic()
+
+    @asynccontextmanager
+    async def attend(self) -> AsyncIterator[None]:
+        """Count a client's request, from its head to the end of its response; it ends with the session's time.
+
+        Raises:
+            RefusedError: The session has ended, or has as many requests as it may have at once.
+        """
+        self._check_is_open()
+        if self.num_attended >= self.limits.max_concurrent:
+            raise RefusedError(
+                f"the session has {self.num_attended} requests under way, its limit. Wait for one.",
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+            )
+        self.num_attended += 1
+        try:
+            async with asyncio.timeout(self.seconds_left) as deadline:
+                yield
+        except TimeoutError:
+            if deadline.expired():
+                raise self._over(f"has lasted its {self.limits.wall_s:g} s") from None
+            raise
+        finally:
+            self.num_attended -= 1
 
     @contextmanager
     def admit(self) -> Iterator[tuple[int, str]]:
-        """Count a request as running; gives its number, and its name for the engine.
+        """Count a turn as running; gives its number, and its name for the engine.
 
         Raises:
             RefusedError: The session has ended, or a limit is reached.
         """
-        limits = self.limits
-        reached = [
-            ("has ended", self.is_finished),
-            (f"has had its {limits.max_turns} turns", self.counts["turns"] >= limits.max_turns),
-            (f"has had its {limits.max_tokens} tokens", self.counts["sampled_tokens"] >= limits.max_tokens),
-            (f"has lasted its {limits.wall_s:g} s", time.monotonic() - self.opened_at >= limits.wall_s),
-        ]
-        for reason, is_reached in reached:
-            if is_reached:
-                raise RefusedError(f"the session {reason}.", kind="permission_error", code="session_limit")
-        if len(self.running) >= limits.max_concurrent:
-            raise RefusedError(
-                f"the session has {len(self.running)} requests under way, its limit. Wait for one.",
-                kind="rate_limit_error",
-                code="rate_limit_exceeded",
-            )
+        self._check_is_open()
+        if self.counts["turns"] >= self.limits.max_turns:
+            raise self._over(f"has had its {self.limits.max_turns} turns")
+        if self.counts["sampled_tokens"] >= self.limits.max_tokens:
+            raise self._over(f"has had its {self.limits.max_tokens} tokens")
+        if self.failure is not None:
+            raise RefusedError(f"the session has failed: {self.failure}", kind="api_error")
         number = self.counts["turns"]
         name = f"{self.session_id}/{number}"
         self.counts["turns"] += 1
@@ -159,6 +186,16 @@ class Session:
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise DataError(f"{name} of session {self.session_id} must be a finite number; found {value!r}.")
         self.reward, self.reward_components = float(reward), dict(components or {})
+        self.keep()
+
+    def keep(self) -> None:
+        """Have what the session has beside its turns kept.
+
+        Raises:
+            RefusedError: It cannot be.
+        """
+        if self.log is not None:
+            self.log.state()
 
     def result(self) -> SessionResult:
         """The session's trajectories with its reward, audited; a session that failed has none that train.
@@ -188,6 +225,16 @@ class Session:
         counts = {**self.counts, "untrained_tokens": self.tree.num_untrained_tokens, "overhead_ms": overheads}
         *others, last = rows
         return (*others, replace(last, extras={**last.extras, "session": self.session_id, "gateway": counts}))
+
+    def _check_is_open(self) -> None:
+        if self.is_finished:
+            raise self._over("has ended")
+        if self.seconds_left <= 0:
+            raise self._over(f"has lasted its {self.limits.wall_s:g} s")
+
+    @staticmethod
+    def _over(reason: str) -> RefusedError:
+        return RefusedError(f"the session {reason}.", kind="permission_error", code="session_limit")
 
 
 class Sessions:
@@ -225,17 +272,23 @@ class Sessions:
             )
         if len(str(metadata or "")) > MAX_METADATA_CHARS:
             raise RefusedError(f"metadata must have at most {MAX_METADATA_CHARS} characters.", param="metadata")
+        key = f"rl-{secrets.token_urlsafe(KEY_BYTES)}"
         session = Session(
             session_id=f"session-{secrets.token_hex(8)}",
-            key=f"rl-{secrets.token_urlsafe(KEY_BYTES)}",
+            key=key,
+            key_digest=_lookup(key),
             prompt_uid=prompt_uid,
             session_index=session_index,
             limits=limits or SessionLimits(),
             sampling=sampling,
             metadata=dict(metadata or {}),
         )
-        self._by_id[session.session_id] = self._by_key[_lookup(session.key)] = session
+        self.adopt(session)
         return session
+
+    def adopt(self, session: Session) -> None:
+        """Serve a session that there is."""
+        self._by_id[session.session_id] = self._by_key[session.key_digest] = session
 
     def by_key(self, key: str) -> Session:
         """The session whose key this is; keys are found by a digest, so that no time tells of their characters.
@@ -243,8 +296,9 @@ class Sessions:
         Raises:
             RefusedError: It is nobody's.
         """
-        session = self._by_key.get(_lookup(key))
-        if session is None or not same_secret(session.key, key):
+        digest = _lookup(key)
+        session = self._by_key.get(digest)
+        if session is None or not hmac.compare_digest(session.key_digest, digest):
             raise RefusedError(
                 "the API key is not that of an open session. Use the key that the session was opened with.",
                 kind="authentication_error",
@@ -267,7 +321,7 @@ class Sessions:
         """Serve a session no longer."""
         session.is_finished = True
         self._by_id.pop(session.session_id, None)
-        self._by_key.pop(_lookup(session.key), None)
+        self._by_key.pop(session.key_digest, None)
 
 
 def same_secret(expected: str, given: str) -> bool:

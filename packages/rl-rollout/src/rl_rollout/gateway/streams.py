@@ -1,13 +1,9 @@
-"""Answers as server-sent events."""
+"""Answers as server-sent events, whichever API they go out by."""
 
-import asyncio
-import json
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterable
+from typing import Protocol
 
-from rl_rollout.gateway.anthropic_messages import BlockEvents, Event, end_events, message_id, start_event
-from rl_rollout.gateway.asks import Live
-from rl_rollout.gateway.chat_completions import chunk, completion_id, last_chunks
+from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.refusals import RefusedError
 
 PING_S = 10.0
@@ -16,47 +12,52 @@ Piece = tuple[int, str, str]
 """Choice, "reasoning" or "content", and what is new of it."""
 
 
-async def chat_stream(live: Live, *, model: str, num_choices: int, with_usage: bool) -> AsyncIterator[str]:
-    """Chat Completions' events of an answer under way."""
-    name = completion_id(live.name)
-    try:
-        for index in range(num_choices):
-            yield _data(chunk(name, model, index, {"role": "assistant", "content": ""}))
-        async for piece in _pieces(live):
-            if piece is None:
-                yield ": ping\n\n"
-                continue
-            index, kind, delta = piece
-            field = "content" if kind == "content" else "reasoning_content"
-            yield _data(chunk(name, model, index, {field: delta}))
-        answer = await live.answer
-        for one in last_chunks(answer, name=name, model=model, with_usage=with_usage):
-            yield _data(one)
-        yield _data("[DONE]")
-        answer.deliver()
-    except RefusedError as error:
-        yield _data(json.dumps(error.as_openai()))
-    finally:
-        live.answer.cancel()
+class WireApi(Protocol):
+    """One request of an API, read, and how it is answered; events are whole, as they are sent.
+
+    Attributes:
+        ask: What it asks for.
+        ping: An event that says nothing.
+    """
+
+    ask: Ask
+    ping: str
+
+    def whole(self, answer: Answer) -> str:
+        """The answer as JSON."""
+        ...
+
+    def begin(self, live: Live) -> Iterable[str]:
+        """The events that begin a stream."""
+        ...
+
+    def piece(self, index: int, kind: str, delta: str) -> Iterable[str]:
+        """The events of more "reasoning" or "content" of a choice."""
+        ...
+
+    def end(self, answer: Answer) -> Iterable[str]:
+        """The events that end a stream."""
+        ...
+
+    def fail(self, error: RefusedError) -> str:
+        """The event of a failure."""
+        ...
 
 
-async def messages_stream(live: Live, *, model: str) -> AsyncIterator[str]:
-    """Messages' events of an answer under way."""
-    blocks = BlockEvents()
+async def events(live: Live, api: WireApi) -> AsyncIterator[str]:
+    """The events of an answer under way."""
     try:
-        yield _event(start_event(message_id(live.name), model=model, num_prompt_tokens=live.num_prompt_tokens))
+        for event in api.begin(live):
+            yield event
         async for piece in _pieces(live):
-            if piece is None:
-                yield _event(("ping", {"type": "ping"}))
-                continue
-            for event in blocks.text("text" if piece[1] == "content" else "thinking", piece[2]):
-                yield _event(event)
+            for event in (api.ping,) if piece is None else api.piece(*piece):
+                yield event
         answer = await live.answer
-        for event in end_events(answer, blocks):
-            yield _event(event)
+        for event in api.end(answer):
+            yield event
         answer.deliver()
     except RefusedError as error:
-        yield _event(("error", error.as_anthropic()))
+        yield api.fail(error)
     finally:
         live.answer.cancel()
 
@@ -67,21 +68,7 @@ async def _pieces(live: Live) -> AsyncIterator[Piece | None]:
         live.news.clear()
         for piece in live.take():
             yield piece
-        news = asyncio.ensure_future(live.news.wait())
-        either: set[asyncio.Future[Any]] = {live.answer, news}
-        try:
-            done, _ = await asyncio.wait(either, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            news.cancel()
-        if not done:
+        if not await live.changes(within_s=PING_S):
             yield None
     for piece in live.take_rest(await live.answer):
         yield piece
-
-
-def _data(text: str) -> str:
-    return f"data: {text}\n\n"
-
-
-def _event(event: Event) -> str:
-    return f"event: {event[0]}\ndata: {json.dumps(event[1])}\n\n"

@@ -12,7 +12,7 @@ from rl_core.data import NO_VERSION, IntArray, Json, Timings, Trajectory
 from rl_core.errors import DataError
 from rl_rollout.audit import SampledSpan, audit_session
 from rl_rollout.engines.protocol import Generation
-from rl_rollout.gateway.messages import ChatMessage
+from rl_rollout.gateway.messages import ChatMessage, MessageRole
 from rl_rollout.loops.outcomes import join_experts
 
 PROBE = "probe"
@@ -34,7 +34,7 @@ class Turn:
 
     after: "Sample | None"
     new_ids: IntArray
-    asked_by: str = "user"
+    asked_by: MessageRole = "user"
     samples: list["Sample"] = field(default_factory=list)
 
     @property
@@ -143,7 +143,21 @@ class SessionTree:
             is_fork=after is not None and bool(beside) and turn is None,
         )
 
-    def open_turn(self, place: Place, digests: Sequence[bytes], new_ids: IntArray, *, asked_by: str = "user") -> Turn:
+    def place_tokens(self, input_ids: IntArray) -> tuple[Place, int]:
+        """Find where a request of tokens goes on: after the sample that has most of them; gives how many those are."""
+        after, num_said = None, 0
+        for sample in self._in_order:
+            said = np.concatenate([sample.turn.input_ids, sample.kept_ids])
+            if num_said <= len(said) <= len(input_ids) and np.array_equal(said, input_ids[: len(said)]):
+                after, num_said = sample, len(said)
+        beside = self._roots if after is None else after.turns
+        turn = beside.get(digest_of(input_ids))
+        is_fork = after is not None and bool(beside) and turn is None
+        return Place(after, num_matched=0, turn=turn, num_known=0, knows_tools=True, is_fork=is_fork), num_said
+
+    def open_turn(
+        self, place: Place, digests: Sequence[bytes], new_ids: IntArray, *, asked_by: MessageRole = "user"
+    ) -> Turn:
         """Add a request where it stands; the same one again is the turn that there is."""
         beside = self._roots if place.after is None else place.after.turns
         self._known.update(digests)

@@ -10,6 +10,7 @@ import numpy as np
 
 from rl_core.data import Json, Prompt
 from rl_core.errors import RolloutError, SettingsError
+from rl_core.secret_settings import hide
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.gateway import Gateway, Session
 from rl_rollout.loops.agent_options import AgentOptions
@@ -124,7 +125,8 @@ class AgentsLoop(SessionLoop):
             wall_s = time.perf_counter() - started_at
             if session.failure is None and not session.tree.samples and not session.faults:
                 how = f": {describe_run(outcome.run)}" if outcome.run else ""
-                session.failure = f"the agent got no answer of the policy{how}"
+                reason = f"the agent got no answer of the policy{how}"
+                session.failure = hide(reason, {"env": dict(self._options.env)})
             result = await gateway.finish(session)
             if result.failure is not None:
                 return result

@@ -1,9 +1,11 @@
 """Calls into libraries that may never come back, given up after a while."""
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from rl_core.errors import RLError
 
@@ -12,6 +14,31 @@ ResultT = TypeVar("ResultT")
 
 class _GivenUpError(BaseException):
     """Ends Python code whose time is up; what runs in a library goes on in its thread until the process ends."""
+
+
+class _Worker(threading.Thread):
+    """Makes one call after the other: to start a thread for each takes longer than most calls."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self.outcomes: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        """Go on until there is no call."""
+        while (call := self.calls.get()) is not None:
+            outcome: tuple[Any, BaseException | None]
+            try:
+                outcome = call(), None
+            except BaseException as failure:
+                outcome = None, failure
+            self.outcomes.put(outcome)
+            del call, outcome
+
+
+_idle: list[_Worker] = []
+os.register_at_fork(after_in_child=_idle.clear)
 
 
 def call_within(
@@ -26,21 +53,20 @@ def call_within(
         error: Raised where it fails, whatever it raises (a panic of Rust is no `Exception`), or takes longer.
         fails: What it does where it fails, in messages.
     """
-    results: list[ResultT] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as failure:
-            failures.append(failure)
-
-    thread = threading.Thread(target=run, name=what[:80], daemon=True)
-    thread.start()
-    thread.join(deadline_s)
-    if thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_GivenUpError))
-        raise error(f"{what} took longer than {deadline_s:g} s.")
-    if failures:
-        raise error(f"{what} {fails} ({type(failures[0]).__name__}: {failures[0]}).") from failures[0]
-    return results[0]
+    try:
+        worker = _idle.pop()
+    except IndexError:
+        worker = _Worker()
+    worker.name = what[:80]
+    worker.calls.put(call)
+    try:
+        outcome: tuple[ResultT, BaseException | None] = worker.outcomes.get(timeout=deadline_s)
+    except Empty:
+        worker.calls.put(None)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker.ident or 0), ctypes.py_object(_GivenUpError))
+        raise error(f"{what} took longer than {deadline_s:g} s.") from None
+    _idle.append(worker)
+    result, failure = outcome
+    if failure is not None:
+        raise error(f"{what} {fails} ({type(failure).__name__}: {failure}).") from failure
+    return result

@@ -62,7 +62,9 @@ class ClientChecks:
                 assert _samples(found)[0].token_ids.tolist() == alone[0].token_ids.tolist()
             return found
 
-        assert len(asyncio.run(read_late())) <= 5
+        found = asyncio.run(read_late())
+        num_tokens = sum(len(sample.token_ids) for sample in _samples(found))
+        assert len(found) <= num_tokens / 4  # a replica may yet be at its last tokens when another has done the rest
 
     def test_an_abort_ends_a_stream_with_what_it_has(self, engine: RolloutEngine) -> None:
         request = replace(long_request(engine), request_id="streamed")

@@ -1,0 +1,68 @@
+"""The client of the gateway benchmark, the same for every server: sessions in closed loops over Chat Completions."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+from _gateway_workload import Workload, user_message, words
+
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What a client saw.
+
+    Attributes:
+        wall_s: From the first request to the last answer.
+        num_tokens: Sampled, by the servers' usage.
+        turn_s: Of each session, of each of its turns.
+    """
+
+    wall_s: float
+    num_tokens: int
+    turn_s: Sequence[Sequence[float]]
+
+
+def talk(url: str, keys: Sequence[str], workload: Workload, *, seed: int) -> Round:
+    """All sessions of a workload at once, one a key."""
+    return asyncio.run(_talk(url, keys, workload, seed))
+
+
+async def _talk(url: str, keys: Sequence[str], workload: Workload, seed: int) -> Round:
+    known = words()
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as client:
+        texts = [np.random.default_rng((seed, index)) for index in range(len(keys))]
+        started = time.perf_counter()
+        runs = (_session(client, key, workload, random, known) for key, random in zip(keys, texts, strict=True))
+        told = await asyncio.gather(*runs)
+        wall_s = time.perf_counter() - started
+    turn_s, num_tokens = zip(*told, strict=True)
+    return Round(wall_s=wall_s, num_tokens=sum(num_tokens), turn_s=turn_s)
+
+
+async def _session(
+    client: aiohttp.ClientSession, key: str, workload: Workload, random: np.random.Generator, known: list[str]
+) -> tuple[list[float], int]:
+    """A conversation; the time of each turn, and all tokens."""
+    messages: list[dict[str, Any]] = []
+    turn_s, num_tokens = [], 0
+    for _ in range(workload.num_turns):
+        messages.append(user_message(random, known, workload.user_tokens))
+        body = {"model": "policy", "messages": messages, "max_tokens": workload.max_tokens, "temperature": 1.0}
+        started = time.perf_counter()
+        async with client.post(
+            "/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}
+        ) as response:
+            answer = await response.json()
+        turn_s.append(time.perf_counter() - started)
+        if response.status != 200:
+            raise RuntimeError(f"a server answered {response.status}: {str(answer)[:500]}")
+        num_tokens += answer["usage"]["completion_tokens"]
+        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+    return turn_s, num_tokens

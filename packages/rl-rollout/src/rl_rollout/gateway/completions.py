@@ -1,0 +1,91 @@
+"""OpenAI's Completions: a prompt of text or tokens is continued, without a chat template."""
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from openai.types import Completion
+
+from rl_core.data import Json
+from rl_rollout.gateway.asks import Answer, Ask, Live
+from rl_rollout.gateway.chat_completions import OpenAIApi, data, usage
+from rl_rollout.gateway.reading import asks_for_usage, check_fields, read_num_choices
+from rl_rollout.gateway.refusals import refused_field
+from rl_rollout.gateway.sampling import read_wishes
+from rl_rollout.gateway.tree import Sample
+
+READ = (
+    "prompt", "model", "n", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop",
+    "logprobs",
+)  # fmt: skip
+WITHOUT_EFFECT = ("user",)
+
+
+class Completions(OpenAIApi):
+    """A request of Completions, as `WireApi`."""
+
+    def __init__(self, body: Mapping[str, Json], model: str) -> None:
+        """Read a request to a model.
+
+        Raises:
+            RefusedError: A field cannot be what it is, or cannot be honoured.
+        """
+        check_fields(body, (*READ, *WITHOUT_EFFECT))
+        if body.get("logprobs") not in (None, 0, False):
+            raise refused_field("logprobs", body["logprobs"], "0, for those of what was sampled: no others are kept")
+        self.ask = Ask(
+            prompt=_prompt(body.get("prompt")),
+            wishes=read_wishes(body, max_tokens="max_tokens", stop="stop", without_effect=WITHOUT_EFFECT),
+            num_choices=read_num_choices(body),
+        )
+        self._with_usage, self._with_logprobs = asks_for_usage(body), body.get("logprobs") is not None
+        self._head: dict[str, Json] = {"created": int(time.time()), "model": model, "object": "text_completion"}
+
+    def whole(self, answer: Answer) -> str:
+        """See `WireApi.whole`."""
+        self._head["id"] = f"cmpl-{answer.name}"
+        choices = [self._choice(index, one.message.content, one) for index, one in enumerate(answer.samples)]
+        return self._json(choices, usage=usage(answer))
+
+    def begin(self, live: Live) -> Iterable[str]:
+        """See `WireApi.begin`."""
+        self._head["id"] = f"cmpl-{live.name}"
+        return ()
+
+    def piece(self, index: int, kind: str, delta: str) -> Iterable[str]:  # noqa: ARG002 - all is text
+        """See `WireApi.piece`."""
+        yield data(self._json([self._choice(index, delta)]))
+
+    def end(self, answer: Answer) -> Iterable[str]:
+        """Why each choice ended, and the usage where it was asked for."""
+        for index, sample in enumerate(answer.samples):
+            yield data(self._json([self._choice(index, "", sample)]))
+        if self._with_usage:
+            yield data(self._json([], usage=usage(answer)))
+        yield data("[DONE]")
+
+    def _choice(self, index: int, text: str, ended: Sample | None = None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "text": text, "finish_reason": None, "logprobs": None}
+        if ended is not None:
+            choice["finish_reason"] = ended.generation.finish_reason
+            if self._with_logprobs:
+                tokens = [f"token_id:{token}" for token in ended.generation.token_ids.tolist()]
+                choice["logprobs"] = {"tokens": tokens, "token_logprobs": ended.generation.logprobs.tolist()}
+        return choice
+
+    def _json(self, choices: list[dict[str, Any]], **fields: Json) -> str:
+        made = Completion.model_construct(**self._head, choices=choices, **fields)  # a chunk has no reason yet
+        return made.model_dump_json(exclude_unset=True, warnings=False)
+
+
+def _prompt(given: Json) -> str | list[int]:
+    """The one prompt of a request.
+
+    Raises:
+        RefusedError: It is none, or there are several.
+    """
+    one = given[0] if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list) else given
+    is_ids = isinstance(one, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in one)
+    if not one or not (isinstance(one, str) or is_ids):
+        raise refused_field("prompt", given, "a text or a list of token ids, one prompt a request")
+    return one

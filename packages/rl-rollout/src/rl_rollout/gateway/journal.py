@@ -1,0 +1,378 @@
+"""Sessions on disk: a file each, to which a turn is appended before its client gets the answer.
+
+A file is `MAGIC` and frames of a length, a crc32c and a msgpack record. Its name says what became of the session.
+"""
+
+import fcntl
+import os
+import re
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import msgspec
+import numpy as np
+import structlog
+
+from rl_core.data import FinishReason
+from rl_core.errors import DataError, RLError, SettingsError
+from rl_core.files import checksum, open_lock_file, open_plain
+from rl_rollout.engines.protocol import Generation, SamplingParams
+from rl_rollout.gateway.messages import ChatMessage, MessageRole
+from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway.sessions import Session, SessionLimits
+from rl_rollout.gateway.tree import Place, Sample, Turn
+
+log = structlog.get_logger(__name__)
+
+MAGIC = b"rl-rollout session 1\n"
+FRAME = struct.Struct("<II")
+SESSION_ID = re.compile(r"session-[0-9a-f]{16}")
+OPEN, FINISHED, QUEUED = ".open", ".finished", ".queued"
+"""Ends of names; a queued session is finished, and some queue has it."""
+
+
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Opening(msgspec.Struct, tag="opening", forbid_unknown_fields=True):
+    session_id: str
+    key_digest: bytes
+    prompt_uid: str
+    session_index: int
+    limits: SessionLimits
+    metadata: dict[str, Any]
+    opened_at: float  # seconds since 1970
+
+
+class _State(msgspec.Struct, tag="state", forbid_unknown_fields=True):
+    counts: dict[str, int]
+    faults: list[tuple[bytes, str]]
+    reward: float | None
+    components: dict[str, float]
+    failure: str | None
+    is_finished: bool
+
+
+class _Said(msgspec.Struct, tag="said", forbid_unknown_fields=True):
+    after: _Number | None  # the number of the sample that the turn follows
+    digests: list[bytes]
+    new_ids: bytes
+    asked_by: MessageRole
+    message: ChatMessage
+    token_ids: bytes
+    logprobs: bytes
+    policy_versions: bytes
+    finish_reason: FinishReason
+    matched_stop: str | None
+    num_preempted: int
+    experts: tuple[list[int], bytes] | None
+    kept_ids: bytes | None  # None where all are kept
+    asked_digest: bytes
+    request_index: int
+    generate_s: float
+    never_trains: bool
+    state: _State
+
+
+class _Delivered(msgspec.Struct, tag="delivered", forbid_unknown_fields=True):
+    samples: list[_Number]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Opening | _State | _Said | _Delivered).decode
+
+
+class SessionLog:
+    """The file of an open session."""
+
+    def __init__(self, session: Session, file: Path, *, size: int) -> None:
+        """Go on with a file.
+
+        Args:
+            session: Whose it is.
+            file: Where.
+            size: Bytes of it that are whole; what follows is cut off by the next write.
+        """
+        self._session, self._file, self._size = session, file, size
+        self._numbers = {sample: number for number, sample in enumerate(session.tree.samples)}
+        self._is_closed = False
+
+    def opening(self) -> None:
+        """Keep who the session is.
+
+        Raises:
+            RefusedError: It cannot be kept.
+        """
+        session = self._session
+        self._append(
+            _Opening(
+                session_id=session.session_id,
+                key_digest=session.key_digest,
+                prompt_uid=session.prompt_uid,
+                session_index=session.session_index,
+                limits=session.limits,
+                metadata=dict(session.metadata),
+                opened_at=time.time(),
+            )
+        )
+
+    def said(self, sample: Sample, digests: Sequence[bytes]) -> None:
+        """Keep what the model said.
+
+        Args:
+            sample: Not yet in the tree.
+            digests: Of the beginnings of its conversation that are new, the whole of it last.
+
+        Raises:
+            RefusedError: It cannot be kept.
+        """
+        turn, given = sample.turn, sample.generation
+        experts = given.routed_experts
+        self._append(
+            _Said(
+                after=None if turn.after is None else self._numbers[turn.after],
+                digests=list(digests),
+                new_ids=turn.new_ids.tobytes(),
+                asked_by=turn.asked_by,
+                message=sample.message,
+                token_ids=given.token_ids.tobytes(),
+                logprobs=given.logprobs.tobytes(),
+                policy_versions=given.policy_versions.tobytes(),
+                finish_reason=given.finish_reason,
+                matched_stop=given.matched_stop,
+                num_preempted=given.num_preempted,
+                experts=None if experts is None else (list(experts.shape), experts.tobytes()),
+                kept_ids=None if sample.kept_ids is given.token_ids else sample.kept_ids.tobytes(),
+                asked_digest=sample.asked_digest,
+                request_index=sample.request_index,
+                generate_s=sample.generate_s,
+                never_trains=sample.never_trains,
+                state=_state(self._session),
+            )
+        )
+        self._numbers[sample] = len(self._numbers)
+
+    def delivered(self, samples: Sequence[Sample]) -> None:
+        """Keep that the client got them; a session that cannot keep it has failed."""
+        with suppress(RefusedError):
+            self._append(_Delivered([self._numbers[sample] for sample in samples]))
+
+    def state(self) -> None:
+        """Keep what the session has beside its turns; once it is finished, nothing follows.
+
+        Raises:
+            RefusedError: It cannot be kept.
+        """
+        self._append(_state(self._session))
+        if self._session.is_finished:
+            self._is_closed = True
+            with suppress(OSError):  # the next start does it
+                self._file.rename(self._file.with_suffix(FINISHED))
+
+    def _append(self, record: msgspec.Struct) -> None:
+        if self._is_closed:
+            raise RefusedError("the session has ended.", kind="permission_error", code="session_limit")
+        try:
+            payload = _encode(record)
+            self._size = _write(self._file, FRAME.pack(len(payload), checksum(payload)) + payload, at=self._size)
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError, struct.error) as error:
+            self._session.failure = self._session.failure or f"the gateway cannot keep the session: {error}"
+            raise RefusedError(self._session.failure, kind="api_error") from error
+
+
+class Journal:
+    """A folder of sessions, of one gateway at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take a folder, which is made where it is not there.
+
+        Raises:
+            SettingsError: Another gateway has it, or it cannot be written.
+        """
+        self.folder = folder
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.fdopen(open_lock_file(folder / "lock"), "wb")
+        except OSError as error:
+            raise SettingsError(f"sessions cannot be kept in {folder}: {error}.") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise SettingsError(f"another gateway keeps its sessions in {folder}. Name another folder.") from None
+
+    def close(self) -> None:
+        """Leave the folder to others. Can be called twice."""
+        self._lock.close()
+
+    def begin(self, session: Session) -> None:
+        """Keep a session from now on.
+
+        Raises:
+            RefusedError: It cannot be kept.
+        """
+        file = self.folder / f"{session.session_id}{OPEN}"
+        try:
+            file.touch(mode=0o600, exist_ok=False)
+            session.log = SessionLog(session, file, size=_write(file, MAGIC, at=0))
+        except OSError as error:
+            raise RefusedError(f"the gateway cannot keep the session: {error}", kind="api_error") from error
+        session.log.opening()
+
+    def restore(self, sampling: Callable[[int], SamplingParams]) -> Iterator[Session]:
+        """The sessions that were open when the last gateway ended; files that are none are named in the log."""
+        for file in session_files(self.folder, OPEN):
+            try:
+                session, size = read_session(file, sampling)
+            except DataError as error:
+                log.error("gateway_session_refused", error=str(error))
+                continue
+            session.log = SessionLog(session, file, size=size)
+            if session.is_finished:
+                file.rename(file.with_suffix(FINISHED))
+            else:
+                yield session
+
+    def find_finished(self, session_id: str) -> Session | None:
+        """A session that was finished, as its file has it."""
+        files = (self.folder / f"{session_id}{end}" for end in (FINISHED, QUEUED) if SESSION_ID.fullmatch(session_id))
+        return next((read_session(file)[0] for file in files if file.exists()), None)
+
+
+def session_files(folder: Path, *ends: str) -> list[Path]:
+    """The files of sessions in a folder whose names have these ends, in the order of their ids."""
+    found = {file.stem: file for end in ends for file in folder.glob(f"*{end}") if SESSION_ID.fullmatch(file.stem)}
+    return [found[name] for name in sorted(found)]  # one may be renamed in between
+
+
+def read_session(file: Path, sampling: Callable[[int], SamplingParams] | None = None) -> tuple[Session, int]:
+    """The session in a file, and how many of its bytes are whole: a write that was cut off counts for nothing.
+
+    Args:
+        file: Which.
+        sampling: Of its next turns, if it is to go on.
+
+    Raises:
+        DataError: It is damaged, or none of ours.
+    """
+    with open_plain(file, follows_links=False) as (stream, size):
+        try:
+            if stream.read(len(MAGIC)) != MAGIC:
+                raise ValueError("it does not begin as one")
+            records = _records(stream, size)
+            opening, place = next(records, (None, 0))
+            if not isinstance(opening, _Opening) or opening.session_id != file.stem:
+                raise ValueError("it does not begin with the opening of the session of its name")
+            session, size = _opened(opening, sampling), place
+            for record, size in records:  # noqa: B007 - the last one is the result
+                _take(session, record)
+        except (RLError, ValueError, TypeError, IndexError, RecursionError, OSError, msgspec.MsgspecError) as error:
+            raise DataError(f"{file} is no session that can be read: {error}. Move it away.") from error
+    return session, size
+
+
+def _records(stream: BinaryIO, size: int) -> Iterator[tuple[Any, int]]:
+    """Each record, and where it ends; stops before one that is not whole."""
+    place = len(MAGIC)
+    while place + FRAME.size <= size:
+        length, crc = FRAME.unpack(stream.read(FRAME.size))
+        if place + FRAME.size + length > size:
+            return
+        payload = stream.read(length)
+        if checksum(payload) != crc:
+            raise ValueError(f"the record at byte {place} has another checksum")
+        place += FRAME.size + length
+        yield _decode(payload), place
+
+
+def _opened(opening: _Opening, sampling: Callable[[int], SamplingParams] | None) -> Session:
+    return Session(
+        session_id=opening.session_id,
+        key="",
+        key_digest=opening.key_digest,
+        prompt_uid=opening.prompt_uid,
+        session_index=opening.session_index,
+        limits=opening.limits,
+        sampling=sampling or (lambda _turn: SamplingParams(max_tokens=1)),
+        metadata=opening.metadata,
+        opened_at=time.monotonic() - max(time.time() - opening.opened_at, 0.0),
+    )
+
+
+def _take(session: Session, record: Any) -> None:
+    """Do again what a record tells of."""
+    if isinstance(record, _Opening):
+        raise TypeError("it opens twice")
+    if isinstance(record, _Delivered):
+        for number in record.samples:
+            session.tree.samples[number].is_delivered = True
+        return
+    if isinstance(record, _Said):
+        sample = _sample(session, record)
+        session.tree.add(sample, record.digests)
+        record = record.state
+    session.counts.update({name: count - session.counts[name] for name, count in record.counts.items()})
+    session.faults = dict(record.faults)
+    if record.reward is not None:
+        session.set_reward(record.reward, record.components)
+    session.failure, session.is_finished = record.failure, record.is_finished
+
+
+def _sample(session: Session, said: _Said) -> Sample:
+    tree = session.tree
+    after = None if said.after is None else tree.samples[said.after]
+    place = Place(after=after, num_matched=0, turn=None, num_known=0, knows_tools=True, is_fork=False)
+    new_ids = np.frombuffer(said.new_ids, np.int32)
+    turn: Turn = tree.open_turn(place, said.digests, new_ids, asked_by=said.asked_by)
+    experts = None
+    if said.experts is not None:
+        experts = np.frombuffer(said.experts[1], np.int16).reshape(said.experts[0])
+    generation = Generation(
+        token_ids=np.frombuffer(said.token_ids, np.int32),
+        logprobs=np.frombuffer(said.logprobs, np.float32),
+        policy_versions=np.frombuffer(said.policy_versions, np.int32),
+        finish_reason=said.finish_reason,
+        num_preempted=said.num_preempted,
+        routed_experts=experts,
+        matched_stop=said.matched_stop,
+    )
+    return Sample(
+        turn=turn,
+        message=said.message,
+        generation=generation,
+        asked_digest=said.asked_digest,
+        kept_ids=generation.token_ids if said.kept_ids is None else np.frombuffer(said.kept_ids, np.int32),
+        request_index=said.request_index,
+        generate_s=said.generate_s,
+        never_trains=said.never_trains,
+        is_delivered=False,
+    )
+
+
+def _state(session: Session) -> _State:
+    return _State(
+        counts=dict(session.counts),
+        faults=list(session.faults.items()),
+        reward=session.reward,
+        components=dict(session.reward_components),
+        failure=session.failure,
+        is_finished=session.is_finished,
+    )
+
+
+def _write(file: Path, content: bytes, *, at: int) -> int:
+    """Append to what is whole of a file, all of it or nothing; gives its new size."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_size != at:
+            os.ftruncate(descriptor, at)
+        while content:
+            written = os.pwrite(descriptor, content, at)
+            at, content = at + written, content[written:]
+        return at
+    finally:
+        os.close(descriptor)

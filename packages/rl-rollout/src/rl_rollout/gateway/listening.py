@@ -1,0 +1,157 @@
+"""A server of HTTP/1.1 that no client holds up: connections are bounded, and none waits long for its client."""
+
+import asyncio
+import resource
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import structlog
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from rl_core.errors import NotReadyError, SettingsError
+
+log = structlog.get_logger(__name__)
+
+START_DEADLINE_S = 30.0
+CLOSE_DEADLINE_S = 5
+BACKLOG = 128
+"""Connections that the loop accepts at a time, before any of them can be counted."""
+
+
+class Listener:
+    """Serves an application on a socket."""
+
+    def __init__(
+        self,
+        application: Starlette,
+        *,
+        max_connections: int,
+        patience_s: float,
+        every_second: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Listen to nothing yet.
+
+        Args:
+            application: What is served.
+            max_connections: Beyond, those go that have waited longest for their clients; half of the files that the
+                process may open is the most.
+            patience_s: How long a connection waits for a client that sends no whole head, or takes no answer.
+            every_second: Awaited about once a second.
+        """
+        most = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 1)
+        if max_connections > most:
+            log.info("gateway_connections_bounded", max_connections=most, asked=max_connections, by="ulimit -n")
+        self._patience_s, self._every_second = patience_s, every_second
+        self._server = _Server(
+            uvicorn.Config(
+                application,
+                http=_Connection,  # h11 bounds heads; httptools, if it is there, does not
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                limit_concurrency=min(max_connections, most) + 1,
+                timeout_keep_alive=60,
+                timeout_graceful_shutdown=CLOSE_DEADLINE_S,
+                timeout_notify=1,
+                callback_notify=self._notified,
+            )
+        )
+        self._socket: socket.socket | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    def bind(self, host: str, port: int) -> None:
+        """Take an address, once.
+
+        Raises:
+            SettingsError: It cannot be listened on.
+        """
+        try:
+            self._socket = self._socket or socket.create_server((host, port), backlog=BACKLOG)
+        except (OSError, OverflowError) as error:
+            raise SettingsError(f"the gateway cannot listen on {host}:{port}: {error}.") from error
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # for connections; asyncio does not do it
+
+    async def start(self) -> int:
+        """Listen to the address that is taken; gives the port."""
+        listening = self._socket
+        if listening is None:
+            raise NotReadyError("the gateway's address is not taken.")
+        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
+        async with asyncio.timeout(START_DEADLINE_S):
+            while not self._server.started:
+                if self._serving.done():
+                    self._serving.result()
+                    raise NotReadyError("the gateway's server ended as it began.")
+                await asyncio.sleep(0.005)
+        return int(listening.getsockname()[1])
+
+    async def close(self) -> None:
+        """Listen no longer; requests under way get some seconds. Can be called twice."""
+        if self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+            self._serving = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    async def _notified(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for connection in list(self._server.server_state.connections):
+            if isinstance(connection, _Connection) and connection.waited_s(now) > self._patience_s:
+                connection.drop()
+        if self._every_second is not None:
+            try:
+                await self._every_second()
+            except Exception:
+                log.exception("gateway_tick_failed")
+
+
+class _Server(uvicorn.Server):
+    """One that leaves the signals of the process alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+class _Connection(H11Protocol):
+    """One that knows how long it has waited for its client."""
+
+    def connection_made(self, transport: Any) -> None:
+        """Where there are too many, those go that have waited longest."""
+        super().connection_made(transport)
+        self._state: tuple[Any, ...] = ()
+        self._since = self.loop.time()
+        if len(self.connections) >= (self.limit_concurrency or 0):
+            idle = (one for one in self.connections if isinstance(one, _Connection) and one.is_idle and one is not self)
+            longest = sorted(idle, key=lambda one: one._since)
+            for one in longest[: len(longest) // 4 + 1]:  # some at once: a flood need not sort for each
+                one.drop()
+
+    @property
+    def is_idle(self) -> bool:
+        """True where no request is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def waited_s(self, now: float) -> float:
+        """For how long nothing has changed that its client could change."""
+        unsent = self.transport.get_write_buffer_size()
+        state = (self.cycle, self.is_idle, unsent)
+        if state != self._state or not (self.is_idle or unsent):
+            self._state, self._since = state, now
+        return now - self._since
+
+    def drop(self) -> None:
+        """Close at once, whatever is unsent."""
+        self.connections.discard(self)
+        self.transport.abort()

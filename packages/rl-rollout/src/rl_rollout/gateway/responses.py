@@ -1,0 +1,253 @@
+"""OpenAI's Responses: requests read, answers written; nothing is stored, so each request has the whole conversation."""
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from openai.types.responses import Response
+
+from rl_core.data import Json
+from rl_rollout.gateway.asks import Answer, Ask, Live
+from rl_rollout.gateway.chat_completions import OpenAIApi
+from rl_rollout.gateway.messages import Call, ChatMessage
+from rl_rollout.gateway.reading import as_list, check_fields, read_choice, read_schema, read_tools, text_of
+from rl_rollout.gateway.refusals import RefusedError, refused_field
+from rl_rollout.gateway.sampling import read_wishes
+
+READ = (
+    "input", "model", "instructions", "tools", "tool_choice", "stream", "max_output_tokens", "temperature", "top_p",
+    "text",
+)  # fmt: skip
+WITHOUT_EFFECT = (
+    "include", "max_tool_calls", "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user",
+)  # fmt: skip
+CHOICES = {"auto": "auto", "none": "none", "required": "required", "function": "named"}
+A_TOOL = 'an object with type "function" and a name'
+TEXTS = {
+    **dict.fromkeys(("text", "input_text", "output_text", "reasoning_text", "summary_text"), "text"),
+    "refusal": "refusal",
+}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+def read_responses_request(body: Mapping[str, Json]) -> Ask:
+    """A request.
+
+    Raises:
+        RefusedError: A field cannot be what it is, or cannot be honoured.
+    """
+    if body.get("previous_response_id") is not None:
+        raise RefusedError(
+            "this server keeps no responses: send the whole conversation as input, without previous_response_id.",
+            param="previous_response_id",
+            code="unsupported_parameter",
+        )
+    check_fields(body, (*READ, *WITHOUT_EFFECT))
+    text = body.get("text") or {}
+    if not isinstance(text, dict):
+        raise refused_field("text", text, "an object")
+    tools = read_tools(body, lambda tool: tool.get("type") == "function" and tool, A_TOOL)
+    may_call, must_call = read_choice(body.get("tool_choice"), tools, CHOICES)
+    messages = _messages(body.get("input"))
+    if body.get("instructions"):
+        messages.insert(0, ChatMessage(role="system", content=text_of(body["instructions"], "instructions", TEXTS)))
+    schema = read_schema(text.get("format"), "text.format")
+    wishes = read_wishes(
+        body, max_tokens="max_output_tokens", stop="stop", without_effect=WITHOUT_EFFECT, schema=schema
+    )
+    return Ask(messages=tuple(messages), tools=tools, may_call=may_call, must_call=must_call, wishes=wishes)
+
+
+class Responses(OpenAIApi):
+    """A request of Responses, as `WireApi`."""
+
+    def __init__(self, body: Mapping[str, Json], model: str) -> None:
+        """Read a request to a model.
+
+        Raises:
+            RefusedError: A field cannot be what it is, or cannot be honoured.
+        """
+        self.ask = read_responses_request(body)
+        self._head: dict[str, Json] = {
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "instructions": body.get("instructions"),
+            "tools": body.get("tools") or [],
+            "tool_choice": body.get("tool_choice") or "auto",
+            "parallel_tool_calls": True,
+            "store": False,
+        }
+        self._name = ""
+        self._num_events, self._num_items = 0, 0
+        self._kind, self._said = "", ""
+
+    def whole(self, answer: Answer) -> str:
+        """See `WireApi.whole`."""
+        return json.dumps(self._response(answer))
+
+    def begin(self, live: Live) -> Iterable[str]:
+        """See `WireApi.begin`."""
+        self._name = live.name
+        begun = {**self._head, "id": f"resp_{live.name}", "status": "in_progress", "output": []}
+        for event in ("created", "in_progress"):
+            yield self._event(f"response.{event}", response=begun)
+
+    def piece(self, index: int, kind: str, delta: str) -> Iterable[str]:  # noqa: ARG002 - there is one choice
+        """See `WireApi.piece`."""
+        if kind != self._kind:
+            yield from self._close()
+            self._kind = kind
+            yield self._item("added", _item(self._name, kind, None))
+            yield self._part("content_part.added", part=_part(kind, ""))
+        self._said += delta
+        yield self._part(f"{_part_type(kind)}.delta", delta=delta, **_logprobs(kind))
+
+    def end(self, answer: Answer) -> Iterable[str]:
+        """The calls, and the whole response."""
+        yield from self._close()
+        message = answer.samples[0].message
+        if not (message.content or message.calls):
+            yield from self.piece(0, "content", "")
+            yield from self._close()
+        for call in message.calls:
+            made = _call(call)
+            yield self._item("added", {**made, "arguments": "", "status": "in_progress"})
+            for event, field in (("delta", "delta"), ("done", "arguments")):
+                place = {"item_id": made["id"], "output_index": self._num_items, field: call.arguments}
+                yield self._event(f"response.function_call_arguments.{event}", name=call.name, **place)
+            yield self._item("done", made)
+        response = self._response(answer)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def fail(self, error: RefusedError) -> str:
+        """See `WireApi.fail`."""
+        return self._event("error", code=error.code or error.kind, message=str(error), param=error.param)
+
+    def _close(self) -> Iterable[str]:
+        """End the item that is open."""
+        kind, said = self._kind, self._said
+        if kind:
+            yield self._part(f"{_part_type(kind)}.done", text=said, **_logprobs(kind))
+            yield self._part("content_part.done", part=_part(kind, said))
+            yield self._item("done", _item(self._name, kind, said))
+        self._kind = self._said = ""
+
+    def _item(self, what: str, item: Mapping[str, Json]) -> str:
+        place, self._num_items = self._num_items, self._num_items + (what == "done")
+        return self._event(f"response.output_item.{what}", output_index=place, item=item)
+
+    def _part(self, event: str, **fields: Json) -> str:
+        place = {"item_id": _item_id(self._name, self._kind), "output_index": self._num_items, "content_index": 0}
+        return self._event(f"response.{event}", **place, **fields)
+
+    def _event(self, name: str, /, **fields: Json) -> str:
+        number, self._num_events = self._num_events, self._num_events + 1
+        written = json.dumps({"type": name, "sequence_number": number, **fields})
+        return f"event: {name}\ndata: {written}\n\n"
+
+    def _response(self, answer: Answer) -> dict[str, Any]:
+        (sample,) = answer.samples
+        message, is_cut = sample.message, sample.generation.finish_reason == "length"
+        said = {"reasoning": message.reasoning, "content": message.content}
+        items = [_item(answer.name, kind, text) for kind, text in said.items() if text]
+        if not message.content and not message.calls:
+            items.append(_item(answer.name, "content", ""))
+        usage = {
+            "input_tokens": answer.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": answer.num_sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.num_prompt_tokens + answer.num_sampled,
+        }
+        response = {
+            **self._head,
+            "id": f"resp_{answer.name}",
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": [*items, *map(_call, message.calls)],
+            "usage": usage,
+        }
+        return Response.model_validate(response).model_dump(mode="json", exclude_unset=True)
+
+
+def _item_id(name: str, kind: str) -> str:
+    return f"rs_{name}" if kind == "reasoning" else f"msg_{name}"
+
+
+def _part_type(kind: str) -> str:
+    return "reasoning_text" if kind == "reasoning" else "output_text"
+
+
+def _logprobs(kind: str) -> dict[str, Json]:
+    return {} if kind == "reasoning" else {"logprobs": []}
+
+
+def _part(kind: str, text: str) -> dict[str, Json]:
+    return {"type": _part_type(kind), "text": text, **({} if kind == "reasoning" else {"annotations": []})}
+
+
+def _item(name: str, kind: str, text: str | None) -> dict[str, Json]:
+    """An item of reasoning or of a message; `text` is None while it is said."""
+    item = {
+        "id": _item_id(name, kind),
+        "status": "in_progress" if text is None else "completed",
+        "content": [] if text is None else [_part(kind, text)],
+    }
+    if kind == "reasoning":
+        return {**item, "type": "reasoning", "summary": []}
+    return {**item, "type": "message", "role": "assistant"}
+
+
+def _call(call: Call) -> dict[str, Json]:
+    return {
+        "type": "function_call",
+        "id": f"fc_{call.call_id}",
+        "call_id": call.call_id,
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": "completed",
+    }
+
+
+def _messages(given: Json) -> list[ChatMessage]:
+    """The conversation; what the model said in one turn comes as several items."""
+    if isinstance(given, str):
+        return [ChatMessage(role="user", content=given)]
+    messages: list[ChatMessage] = []
+    turn: dict[str, Any] = {}
+    for index, item in enumerate(as_list(given, "input", "a text, or a list of at least one item")):
+        where = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise refused_field(where, item, "an item")
+        kind = item.get("type") or "message"
+        is_said = kind in ("reasoning", "function_call") or item.get("role") == "assistant"
+        if turn and (not is_said or kind == "reasoning" or (kind == "message" and len(turn) > ("reasoning" in turn))):
+            messages.append(ChatMessage(role="assistant", **turn))
+            turn = {}
+        if kind == "reasoning":
+            turn["reasoning"] = text_of(item.get("content") or item.get("summary"), f"{where}.content", TEXTS)
+        elif kind == "function_call":
+            turn["calls"] = (*turn.get("calls", ()), _read_call(item, where))
+        elif kind == "function_call_output":
+            output = text_of(item.get("output"), f"{where}.output", TEXTS)
+            messages.append(ChatMessage(role="tool", content=output, call_id=str(item.get("call_id") or "")))
+        elif kind == "message" and item.get("role") in ROLES:
+            content = text_of(item.get("content"), f"{where}.content", TEXTS)
+            if is_said:
+                turn["content"] = content
+            else:
+                role: Any = ROLES[item["role"]]
+                messages.append(ChatMessage(role=role, content=content))
+        else:
+            raise refused_field(f"{where}.type", kind, "message, reasoning, function_call or function_call_output")
+    return [*messages, ChatMessage(role="assistant", **turn)] if turn else messages
+
+
+def _read_call(item: Mapping[str, Json], where: str) -> Call:
+    name, arguments = item.get("name"), item.get("arguments") or "{}"
+    if not isinstance(name, str) or not isinstance(arguments, str):
+        raise refused_field(where, item, "a call with a name, and arguments as JSON text")
+    return Call(name=name, arguments=arguments, call_id=str(item.get("call_id") or ""))

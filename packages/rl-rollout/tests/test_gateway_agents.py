@@ -1,0 +1,190 @@
+"""Agents from PyPI, unmodified, as processes of an environment of their own: with a script, and with a tiny policy."""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_model import encode, make_tokenizer
+from gateway_site import gateway_site
+
+from rl_rollout.engines.protocol import EngineTraits, SamplingParams
+from rl_rollout.engines.scripted import ScriptedEngine
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif("AGENTS_PYTHON" not in os.environ, reason="`nox -s agents` makes their environment"),
+]
+PROGRAMS = Path(__file__).resolve().parents[3] / "tests" / "support" / "pypi_agents"
+MINI = ("-m", "minisweagent.run.mini", "-t", "1+2?", "-y", "--exit-immediately", "-o", "ran.json", "-m")
+DEADLINE_S = 300.0
+MAX_LENGTH = 16_384
+
+
+def call(name: str, **arguments: Any) -> str:
+    return "<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
+
+
+SUM = call("add", left=1, right=2)
+AGENTS = {
+    "mini-swe-agent": [*MINI, "openai/policy"],
+    "mini-swe-agent, Messages": [*MINI, "anthropic/policy"],
+    "smolagents, code": ["smol.py", "code", "1+2?"],
+    "smolagents, calls": ["smol.py", "tools", "1+2?"],
+    "openai-agents": ["openai_sdk.py", "chat", "1+2?"],
+    "pydantic-ai": ["pydantic_agent.py", "openai", "1+2?"],
+    "pydantic-ai, Messages": ["pydantic_agent.py", "anthropic", "1+2?"],
+}
+BASH = [
+    f"I look.{call('bash', command='echo $((1+2))')}",
+    call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+]
+ADDING = [f"<think>hm</think>I add.{SUM}{SUM}", "3 and 3.", SUM, "Yes."]
+SAYS = {
+    "mini-swe-agent": BASH,
+    "mini-swe-agent, Messages": BASH,
+    "smolagents, code": ["I add.\n<code>\nx = add(1, 2)\nprint(x)\n</code>", "<code>\nfinal_answer(x)\n</code>"],
+    "smolagents, calls": [SUM, call("final_answer", answer="3")],
+    "openai-agents": [f"I add.{SUM}{SUM}", call("transfer_to_checker"), SUM, "It is 3."],
+    "pydantic-ai": ADDING,
+    "pydantic-ai, Messages": ADDING,
+}
+FORKS = {
+    "smolagents, code": ([1, 1], {"roots_assistant": 1}),  # it writes its calls into what the model said
+    "smolagents, calls": ([1, 1], {"roots_assistant": 1}),
+    "openai-agents": ([2, 2], {"roots_tools": 1}),  # the second agent has other tools and another system prompt
+}
+"""Turns of each trajectory, and roots beside the first; one trajectory and no such root for the others."""
+
+
+async def run_agent(gateway: Any, session: Any, name: str, folder: Path) -> tuple[int, str]:
+    """Run an agent to its end; gives its exit status and output."""
+    *program, last = AGENTS[name]
+    words = [str(PROGRAMS / word) if word.endswith(".py") else word for word in program]
+    environment = {
+        "ANTHROPIC_API_KEY": session.key,
+        "ANTHROPIC_BASE_URL": gateway.url,
+        "HOME": str(folder),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "MSWEA_CONFIGURED": "true",
+        "MSWEA_COST_TRACKING": "ignore_errors",
+        "OPENAI_API_KEY": session.key,
+        "OPENAI_BASE_URL": f"{gateway.url}/v1",
+        "PATH": os.environ["PATH"],
+    }
+    process = await asyncio.create_subprocess_exec(
+        os.environ["AGENTS_PYTHON"],
+        *words,
+        last,
+        env=environment,
+        cwd=folder,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode is not None
+    return process.returncode, output.decode(errors="replace")
+
+
+def runs_of(mask: np.ndarray) -> list[tuple[int, int]]:
+    """First and last of the tokens of each run that trains."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_with_a_script_trains_what_it_said_and_forks_where_it_forks(name: str, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    told = [encode(tokenizer, f"{text}<|im_end|>") for text in SAYS[name]]
+    asked: list[np.ndarray] = []
+
+    def say(request: Any, _index: int) -> list[int]:
+        asked.append(request.input_ids)
+        ids: list[int] = told[len(asked) - 1].tolist()
+        return ids
+
+    async def talk() -> None:
+        traits = EngineTraits(name="scripted", max_model_len=MAX_LENGTH, vocab_size=1 << 20)
+        engine = ScriptedEngine(say, end_token_ids=[tokenizer.eos_token_id], traits=traits, decode=tokenizer.decoder())
+        async with gateway_site(None, engine=engine) as gateway:
+            session = gateway.open("p")
+            status, output = await run_agent(gateway, session, name, tmp_path)
+            assert status == 0, output
+            session.set_reward(1.0)
+            result = await gateway.finish(session)
+        assert result.failure is None
+        turns, roots = FORKS.get(name, ([len(asked)], {}))
+        assert [len(runs_of(row.loss_mask)) for row in result.trajectories] == turns
+        assert {key: n for key, n in session.counts.items() if key.startswith("roots")} == {"roots_first": 1, **roots}
+        assert session.counts["forks"] == session.counts["repeated"] == 0
+        spans = [(row, *run) for row in result.trajectories for run in runs_of(row.loss_mask)]
+        assert len(spans) == len(asked) >= 2  # each turn trains once, in the context that the engine was given
+        for (row, start, stop), context, said in zip(spans, asked, told, strict=False):
+            assert row.input_ids[:start].tolist() == context.tolist()
+            assert row.input_ids[start:stop].tolist() == said[: stop - start].tolist()
+
+    asyncio.run(asyncio.wait_for(talk(), DEADLINE_S))
+
+
+@asynccontextmanager
+async def tiny_policy(folder: Path, tokenizer: Any) -> AsyncIterator[Any]:
+    """The transformers engine, with random weights and as many tokens as the tokenizer has."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from rl_rollout.engines.options import TransformersOptions
+    from rl_rollout.engines.transformers import TransformersEngine
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=104, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=MAX_LENGTH, dtype="float32",
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer._tokenizer.save_pretrained(folder)
+    engine = TransformersEngine(folder, TransformersOptions(max_model_len=MAX_LENGTH))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_with_a_policy_that_says_anything_ends_and_what_trains_is_exact(
+    name: str, tmp_path: Path, seed: int
+) -> None:
+    async def talk() -> None:
+        tokenizer = make_tokenizer()
+        sampling = SamplingParams(max_tokens=24, seed=seed)
+        async with (
+            tiny_policy(tmp_path / "policy", tokenizer) as engine,
+            gateway_site(None, engine=engine, sampling=sampling) as gateway,
+        ):
+            session = gateway.open("p")
+            _, output = await run_agent(gateway, session, name, tmp_path)
+            assert session.counts["turns"], output
+            session.set_reward(0.0)
+            result = await gateway.finish(session)
+            assert result.failure is None, output  # audited
+            rows = result.trajectories
+            trained = sum(int(row.loss_mask.sum()) for row in rows)
+            assert trained <= session.counts["sampled_tokens"]
+            assert session.counts["repeated"] or trained == session.counts["sampled_tokens"]
+            for row, logprobs in zip(rows, await engine.score([row.input_ids for row in rows]), strict=True):
+                difference = np.abs(row.rollout_logprobs - logprobs)[row.loss_mask]
+                assert float(difference.max()) < 1e-4
+
+    asyncio.run(asyncio.wait_for(talk(), DEADLINE_S))

@@ -1,0 +1,192 @@
+"""Clients that mean harm, over real sockets: refused, with bounded memory, while others are served."""
+
+import asyncio
+import contextlib
+import json
+import socket
+
+import httpx
+import pytest
+from chat_model import encode, make_tokenizer
+from gateway_child import gateway_child
+from gateway_site import gateway_site
+from gateway_site import run as run_within
+
+from rl_rollout.engines.scripted import ScriptedEngine
+
+BODY = {"model": "any", "messages": [{"role": "user", "content": "1+2?"}]}
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def child():
+    with gateway_child(client_timeout_s=1.0, max_body_bytes=MIB) as started:
+        assert_serves(started)
+        yield started
+
+
+def connect(site, content=b""):
+    connection = socket.create_connection(("127.0.0.1", site.port), timeout=60)
+    connection.sendall(content)
+    return connection
+
+
+def head(key, length, path="/v1/chat/completions"):
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\ncontent-length: {length}\r\n\r\n".encode()
+
+
+def assert_serves(site, session=1):
+    given = httpx.post(
+        f"{site.url}/v1/chat/completions", json=BODY, headers={"x-api-key": site.keys[session]}, timeout=60
+    )
+    assert given.status_code == 200, given.text
+
+
+def rest_of(connection):
+    """All that the server says until it closes the connection."""
+    said = b""
+    with connection, contextlib.suppress(ConnectionError):
+        while part := connection.recv(65_536):
+            said += part
+    return said
+
+
+def flood(connection, part, most):
+    """Send until the server is tired of it; gives the bytes that were sent."""
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while sent < most:
+            sent += connection.send(part)
+    return sent
+
+
+def test_heads_that_never_end_are_closed_and_hold_nobody_up(child):
+    slow = [connect(child, b"POST /v1/messages HTTP/1.1\r\nhost: x\r\nx-slow: ") for _ in range(50)]
+    slow += [connect(child) for _ in range(10)]
+    assert_serves(child)
+    for connection in slow[::2]:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"a")  # a byte now and then buys no time
+    assert all(rest_of(connection) == b"" for connection in slow)
+
+
+def test_connections_beyond_the_bound_push_out_those_that_wait_and_the_files_last(child):
+    for _ in range(4):
+        idle = [connect(child) for _ in range(150)]
+        assert_serves(child)
+        assert child.num_files < 256
+        for connection in idle:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"GET / HTTP/1.1\r\n" + b"x-bomb: " + b"a" * 200_000,
+        b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: a\r\n" % index for index in range(20_000)),
+        b"\x00\xff garbage \r\n\r\n" * 10,
+        b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 3 + b"garbage\r\n\r\n",
+        b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_heads_that_are_none_and_pipelined_garbage_are_refused(child, content):
+    connection = connect(child)
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(content)
+    said = rest_of(connection)
+    assert b"200 OK" in said if b"/health" in content else b"200 OK" not in said
+    assert b" 400 " in said or b" 401 " in said or not said
+    assert_serves(child)
+
+
+def test_bodies_without_end_are_refused_with_little_memory(child):
+    before = child.peak_bytes
+    for key, status in ((child.keys[0], b" 413 "), ("wrong", b" 401 ")):
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            connection = connect(child, head(key, 100 * MIB, path))
+            assert flood(connection, b" " * 65_536, 100 * MIB) < 40 * MIB
+            said = rest_of(connection)
+            assert status in said or not said
+    connection = connect(child, head("wrong", 100 * MIB, "/nowhere"))
+    flood(connection, b" " * 65_536, 8 * MIB)
+    assert b" 404 " in rest_of(connection)  # closed, though its body has not ended
+    assert child.peak_bytes - before < 30 * MIB
+    assert_serves(child)
+
+
+def test_bodies_that_a_session_holds_open_are_bounded_and_another_is_served(child):
+    held = [connect(child, head(child.keys[0], MIB) + b" " * (MIB - 1)) for _ in range(5)]
+    assert_serves(child)
+    said = b"".join(map(rest_of, held))
+    assert said.count(b" 429 ") == 3
+    assert said.count(b"took longer than 1 s") == 2
+
+
+def test_what_is_nested_too_deep_is_refused(child):
+    def nested(depth):
+        return '{"a":' * depth + "1" + "}" * depth
+
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "[" * 20_000 + "]" * 20_000}}
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    texts = {
+        f'{{"messages": {nested(100_000)}}}': 400,
+        f'{{"messages": {json.dumps(BODY["messages"])}, "metadata": {nested(100_000)}}}': 400,
+        json.dumps({"messages": [*said, {"role": "tool", "tool_call_id": "c", "content": "3"}]}): 200,
+    }
+    for depth in (300, 700, 900, 990):
+        tool = f'{{"type": "function", "function": {{"name": "add", "parameters": {nested(depth)}}}}}'
+        texts[f'{{"messages": {json.dumps(BODY["messages"])}, "tools": [{tool}]}}'] = None
+    for content, status in texts.items():
+        given = httpx.post(
+            f"{child.url}/v1/chat/completions", content=content, headers={"x-api-key": child.keys[0]}, timeout=60
+        )
+        assert given.status_code == status or (status is None and given.status_code in (200, 400)), given.text[:300]
+
+
+def test_text_that_no_context_holds_is_refused_before_it_is_encoded():
+    async def talk():
+        async with gateway_site(lambda _: "3") as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+            encoder = gateway.service._encoder
+            encoder.opening_ids = encoder.following_ids = None  # which would hold up all others for minutes
+            body = {**BODY, "messages": [{"role": "user", "content": "a " * 3_000_000}]}
+            headers = {"x-api-key": gateway.open("p").key}
+            given = await client.post("/v1/chat/completions", json=body, headers=headers)
+            assert (given.status_code, given.json()["error"]["code"]) == (400, "context_length_exceeded")
+            given = await client.post("/v1/messages/count_tokens", json=body, headers=headers)
+            assert given.status_code == 400
+
+    run_within(talk)
+
+
+@pytest.mark.parametrize("api", ["/v1/chat/completions", "/v1/messages"])
+def test_a_client_that_never_reads_its_stream_is_dropped_and_its_turn_does_not_train(api):
+    tokenizer = make_tokenizer()
+    engine = ScriptedEngine(
+        lambda *_: encode(tokenizer, "long " * 400 + "<|im_end|>").tolist(),
+        end_token_ids=[tokenizer.eos_token_id],
+        decode=tokenizer.decoder(),
+        pace=lambda *_: asyncio.sleep(0),  # so that each token is an event of its own
+    )
+
+    async def talk():
+        async with gateway_site(None, engine=engine, client_timeout_s=0.5) as gateway:
+            session = gateway.open("p")
+            content = json.dumps({**BODY, "stream": True, "max_tokens": 3000}).encode()
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            with connection:
+                connection.connect(("127.0.0.1", int(gateway.url.rpartition(":")[2])))
+                connections = gateway._listener._server.server_state.connections
+                while not connections:
+                    await asyncio.sleep(0.005)
+                (served,) = connections
+                served.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+                connection.sendall(head(session.key, len(content), api) + content)
+                while connections or session.num_attended or not session.counts["turns"]:
+                    await asyncio.sleep(0.005)
+            assert not any(sample.is_delivered for sample in session.tree.samples)
+            async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+                assert (await client.get("/health")).status_code == 200
+
+    run_within(talk)

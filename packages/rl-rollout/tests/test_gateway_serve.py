@@ -1,0 +1,89 @@
+"""`rl-rollout serve`: what it refuses, and what it says."""
+
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from chat_model import make_tokenizer
+
+from rl_rollout.cli import main
+
+SPEAKER = str(Path(__file__).parents[3] / "tests" / "support" / "speaker_engine")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tokenizer without a model: enough for all that is refused before a model is loaded."""
+    made = tmp_path_factory.mktemp("model")
+    make_tokenizer().wrapped.save_pretrained(made)
+    return made
+
+
+def refusal(capsys, *arguments):
+    assert main(["serve", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_served_is_said_before_a_model_is_loaded(folder, tmp_path, capsys):
+    assert "not a folder" in refusal(capsys, tmp_path / "none")
+    assert "unknown engine 'vlm'. Did you mean 'vllm'?" in refusal(capsys, folder, "--engine", "vlm")
+    refused = refusal(capsys, folder, "--engine", "transformers", "--engine-options", '{"max_len": 4}')
+    assert "max_len" in refused
+    assert "Fields: dtype, device, max_model_len" in refused
+    assert "JSON object" in refusal(capsys, folder, "--engine-options", "max_model_len=4")
+    (tmp_path / "short.key").write_text("1234\n")
+    assert "32 characters" in refusal(capsys, folder, "--owner-key-file", tmp_path / "short.key")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = refusal(capsys, folder, "--engine", "transformers", "--port", port)
+        assert f"cannot listen on 127.0.0.1:{port}" in refused
+    assert "config.json" in refusal(capsys, folder, "--engine", "transformers", "--port", 0)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused_with_what_to_do(tmp_path, capsys):
+    make_tokenizer(None).wrapped.save_pretrained(tmp_path)
+    assert "chat template" in refusal(capsys, tmp_path, "--engine", "transformers", "--port", 0)
+
+
+def test_the_owners_key_is_made_for_its_user_alone_and_kept(folder, tmp_path, capsys):
+    file = tmp_path / "owner.key"
+    refusal(capsys, folder, "--engine", "transformers", "--port", 0, "--owner-key-file", file)
+    first = file.read_text()
+    assert len(first.strip()) > 40
+    assert file.stat().st_mode & 0o777 == 0o600
+    refusal(capsys, folder, "--engine", "transformers", "--port", 0, "--owner-key-file", file)
+    assert file.read_text() == first
+
+
+def test_it_serves_until_a_signal_and_then_ends_cleanly(folder, tmp_path, capfd, monkeypatch):
+    monkeypatch.syspath_prepend(SPEAKER)
+    answers, told = [], []
+
+    def talk():
+        while "ANTHROPIC_BASE_URL" not in "".join(told):
+            told.append(capfd.readouterr().out)
+        words = dict(word.split("=", 1) for word in "".join(told).split() if "_BASE_URL=" in word or "_KEY=" in word)
+        body = {"model": "any", "max_tokens": 50, "messages": [{"role": "user", "content": "go on"}]}
+        headers = {"x-api-key": words["ANTHROPIC_API_KEY"]}
+        with httpx.Client(base_url=words["ANTHROPIC_BASE_URL"], headers=headers, timeout=50) as client:
+            for _ in range(2):
+                answers.append(client.post("/v1/messages", json=body).json())
+                answers.append(client.get("/v1/models").json()["data"][0]["id"])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    client = threading.Thread(target=talk, daemon=True)
+    client.start()
+    words = ["--engine", "speaker", "--port", "0", "--open-session", "--sessions", str(tmp_path / "sessions")]
+    assert main(["serve", str(folder), *words, "--model", "small"]) == 0
+    client.join(60)
+    assert answers[0]["content"][0]["text"].startswith("1 ")
+    assert answers[1::2] == ["small", "small"]
+    assert main(["sessions", "list", str(tmp_path / "sessions")]) == 0
+    assert " 2 " in capfd.readouterr().out
+    export = ["sessions", "export", str(tmp_path / "sessions"), "--to", str(tmp_path / "out.jsonl")]
+    assert main([*export, "--tokenizer", str(folder)]) == 0
+    assert "0 trajectories of 0 sessions" in capfd.readouterr().out

@@ -1,0 +1,67 @@
+"""A gateway in a process of its own, whose memory and files can be looked at from outside."""
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from gateway_site import gateway_site
+
+
+class GatewayChild:
+    """What its parent knows of it: `url`, `port`, `keys` of sessions, and the process."""
+
+    def __init__(self, process: "subprocess.Popen[str]", told: dict[str, Any]) -> None:
+        self.url, self.keys = str(told["url"]), list(told["keys"])
+        self.port = int(self.url.rpartition(":")[2])
+        self._process = psutil.Process(process.pid)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory that it ever held."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+    @property
+    def num_files(self) -> int:
+        return self._process.num_fds()
+
+
+@contextlib.contextmanager
+def gateway_child(*, num_sessions: int = 2, files: int = 256, **options: Any) -> Iterator[GatewayChild]:
+    """One that may open `files`, with options of the gateway."""
+    given = json.dumps({"num_sessions": num_sessions, "files": files, "options": options})
+    process = subprocess.Popen(
+        [sys.executable, __file__, given],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        assert process.stdout is not None
+        told = next(line for line in process.stdout if line.startswith("{"))  # the log goes there too
+        yield GatewayChild(process, json.loads(told))
+        assert process.poll() is None, "the gateway has ended"
+    finally:
+        process.communicate(timeout=60)  # its input ends, and so does it
+
+
+async def serve(given: dict[str, Any]) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (given["files"], given["files"]))
+    async with gateway_site(lambda heard: heard[-1] * 3, **given["options"]) as gateway:
+        keys = [gateway.open("p", index).key for index in range(given["num_sessions"])]
+        sys.stdout.write(json.dumps({"url": gateway.url, "keys": keys}) + "\n")
+        sys.stdout.flush()
+        await asyncio.to_thread(sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(json.loads(sys.argv[1])))
