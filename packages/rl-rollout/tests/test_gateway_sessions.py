@@ -100,7 +100,7 @@ def test_an_answers_body_does_not_wait_for_the_clients_acknowledgement_of_its_he
     async def talk():
         async with gateway_site(lambda _: "3") as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
             await client.post("/v1/chat/completions", json=BODY, headers=key_of(gateway.open("p")))
-            (connection,) = gateway._server.server_state.connections
+            (connection,) = gateway._listener._server.server_state.connections
             served = connection.transport.get_extra_info("socket")
             assert served.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 

@@ -92,6 +92,8 @@ class CodeReward:
             ("mode", ("all", "share")),
             ("compare", ("lines", "tokens")),
             ("checks", ("outside", "inside")),
+            ("network", ("deny", "allow")),
+            ("isolation", ("strong", "any")),
         ):
             if getattr(self, name) not in known:
                 raise SettingsError(f"{name} of reward 'code' must be one of {known}; found {getattr(self, name)!r}.")
