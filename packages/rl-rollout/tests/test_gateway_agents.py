@@ -33,6 +33,7 @@ def call(name: str, **arguments: Any) -> str:
 SUM = call("add", left=1, right=2)
 AGENTS = {
     "mini-swe-agent": [*MINI, "openai/policy"],
+    "claude-agent-sdk": ["claude.py", "1+2?"],
     "mini-swe-agent, Messages": [*MINI, "anthropic/policy"],
     "smolagents, code": ["smol.py", "code", "1+2?"],
     "smolagents, calls": ["smol.py", "tools", "1+2?"],
@@ -48,6 +49,7 @@ BASH = [
 ADDING = [f"<think>hm</think>I add.{SUM}{SUM}", "3 and 3.", SUM, "Yes."]
 HANDING_OVER = [f"I add.{SUM}{SUM}", call("transfer_to_checker"), SUM, "It is 3."]
 SAYS = {
+    "claude-agent-sdk": [f"<think>hm</think>I look.{call('Bash', command='echo 3')}", "It is 3."],
     "mini-swe-agent": BASH,
     "mini-swe-agent, Messages": BASH,
     "smolagents, code": ["I add.\n<code>\nx = add(1, 2)\nprint(x)\n</code>", "<code>\nfinal_answer(x)\n</code>"],
@@ -73,6 +75,7 @@ async def run_agent(gateway: Any, session: Any, name: str, folder: Path) -> tupl
     environment = {
         "ANTHROPIC_API_KEY": session.key,
         "ANTHROPIC_BASE_URL": gateway.url,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "HOME": str(folder),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "MSWEA_CONFIGURED": "true",
