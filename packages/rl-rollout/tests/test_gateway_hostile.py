@@ -167,7 +167,7 @@ def test_a_client_that_never_reads_its_stream_is_dropped_and_its_turn_does_not_t
         lambda *_: encode(tokenizer, "long " * 400 + "<|im_end|>").tolist(),
         end_token_ids=[tokenizer.eos_token_id],
         decode=tokenizer.decoder(),
-        pace=lambda *_: asyncio.sleep(0),  # so that each token is an event of its own
+        pace=lambda *_: asyncio.sleep(1e-4),  # so that each token is an event of its own
     )
 
     async def talk():
