@@ -78,7 +78,11 @@ def run_child(command: Sequence[str], log: Path, *, variables: Mapping[str, str]
 
 
 class Peer:
-    """A started process of a system or side; says "ready" once it is warm, then answers a line of JSON with another."""
+    """A started process of a system or side; says "ready" once it is warm, then answers a line of JSON with another.
+
+    Attributes:
+        name: Of its log.
+    """
 
     def __init__(
         self, name: str, command: Sequence[str], folder: Path, *, variables: Mapping[str, str] | None = None
@@ -94,6 +98,7 @@ class Peer:
         Raises:
             ChildFailedError: It did not get ready.
         """
+        self.name = name
         self._command = list(command)
         self._log = folder / f"{name}.log"
         self._lines: queue.Queue[str] = queue.Queue()

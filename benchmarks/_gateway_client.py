@@ -1,6 +1,7 @@
 """The client of the gateway benchmark, the same for every server: sessions in closed loops over Chat Completions."""
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,9 +29,20 @@ class Round:
     turn_s: Sequence[Sequence[float]]
 
 
+class TalkFailedError(RuntimeError):
+    """A server refused a request, or did not answer."""
+
+
 def talk(url: str, keys: Sequence[str], workload: Workload, *, seed: int) -> Round:
-    """All sessions of a workload at once, one a key."""
-    return asyncio.run(_talk(url, keys, workload, seed))
+    """All sessions of a workload at once, one a key.
+
+    Raises:
+        TalkFailedError: The server failed.
+    """
+    try:
+        return asyncio.run(_talk(url, keys, workload, seed))
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise TalkFailedError(f"{type(error).__name__}: {error}") from error
 
 
 async def _talk(url: str, keys: Sequence[str], workload: Workload, seed: int) -> Round:
@@ -52,17 +64,34 @@ async def _session(
     """A conversation; the time of each turn, and all tokens."""
     messages: list[dict[str, Any]] = []
     turn_s, num_tokens = [], 0
+    body = {"model": "policy", "messages": messages, "max_tokens": workload.max_tokens, "temperature": 1.0}
+    if workload.is_streamed:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
     for _ in range(workload.num_turns):
         messages.append(user_message(random, known, workload.user_tokens))
-        body = {"model": "policy", "messages": messages, "max_tokens": workload.max_tokens, "temperature": 1.0}
         started = time.perf_counter()
         async with client.post(
             "/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}
         ) as response:
-            answer = await response.json()
+            raw = await response.read()
         turn_s.append(time.perf_counter() - started)
         if response.status != 200:
-            raise RuntimeError(f"a server answered {response.status}: {str(answer)[:500]}")
-        num_tokens += answer["usage"]["completion_tokens"]
-        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+            raise TalkFailedError(f"it answered {response.status}: {raw[:500]!r}")
+        content, sampled = _streamed(raw) if workload.is_streamed else _whole(raw)
+        num_tokens += sampled
+        messages.append({"role": "assistant", "content": content})
     return turn_s, num_tokens
+
+
+def _whole(raw: bytes) -> tuple[str, int]:
+    """The text of an answer, and its number of tokens."""
+    answer = json.loads(raw)
+    return answer["choices"][0]["message"]["content"], answer["usage"]["completion_tokens"]
+
+
+def _streamed(raw: bytes) -> tuple[str, int]:
+    """The same, of the events of an answer."""
+    lines = [line.removeprefix(b"data: ") for line in raw.split(b"\n") if line.startswith(b"data: ")]
+    chunks = [json.loads(line) for line in lines if line != b"[DONE]"]
+    deltas = (choice["delta"] for chunk in chunks for choice in chunk["choices"])
+    return "".join(delta.get("content") or "" for delta in deltas), chunks[-1]["usage"]["completion_tokens"]

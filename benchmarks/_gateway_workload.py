@@ -33,12 +33,14 @@ class Workload:
         num_turns: Of each.
         user_tokens: New in each turn, about.
         max_tokens: Of each answer; a policy's answers all have as many.
+        is_streamed: Answers come token by token.
     """
 
     num_sessions: int
     num_turns: int
     user_tokens: int
     max_tokens: int
+    is_streamed: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """Our gateway side by side with vLLM's own API server, by one client; its overhead and memory with a scripted engine.
 
     nox -s bench -- gateway [--model 1m] [--rounds 4] [--placement inline] [--sessions 2000] [--quick] [--json FILE]
-        [--workload chat_8,chat_64,long_history]
+        [--workload chat_8,chat_64,long_history] [--stream]
 
 The servers take turns, a round each. benchmarks/README.md says what is timed. --quick takes one round of ours on the
 scripted engine, without vLLM.
@@ -16,14 +16,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 from _children import BENCHMARKS, LEFT_OUT, ChildFailedError, Peer
-from _gateway_client import Round, talk
+from _gateway_client import Round, TalkFailedError, talk
 from _gateway_workload import CHAT_64, LONG, MODELS, SCRIPTED, WORKLOADS, Workload, write_chat_policy
 
 OURS, SERVER = "ours", "vllm_server"
@@ -87,6 +87,7 @@ def main(words: Sequence[str]) -> int:
         "is_quick": options.quick,
         "model": options.model,
         "placement": options.placement,
+        "is_streamed": options.stream,
         "rounds": options.rounds,
         "environment": {"cores": os.cpu_count(), "load_before": os.getloadavg()[0]},
         "results": [],
@@ -116,6 +117,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", choices=list(MODELS), default="1m", help="size of the policy")
     parser.add_argument("--rounds", type=int, default=4, help="timed rounds of each system, after a warm-up")
     parser.add_argument("--placement", choices=("inline", "process"), default="inline", help="of our engine")
+    parser.add_argument("--stream", action="store_true", help="have answers streamed")
     parser.add_argument("--sessions", type=int, default=2000, help="held at once, for the memory of each")
     parser.add_argument("--workload", help="which to run, with commas between; all by default")
     parser.add_argument("--quick", action="store_true", help="one small round, no vLLM: does it run at all")
@@ -169,11 +171,12 @@ def run_live(options: argparse.Namespace, folder: Path, report: dict[str, Any]) 
             report["versions"][name] = peer.ask({"operation": "versions"}, timeout_s=OPERATION_TIMEOUT_S)
         for workload in options.workload:
             runs = {name: Told() for name in peers}
+            asked = replace(WORKLOADS[workload], is_streamed=options.stream)
             for number in range(options.rounds + 1):
                 order = [*peers][:: 1 if number % 2 else -1]
                 for name in order:
                     run = Told() if number == 0 else runs[name]
-                    run_round(peers[name], WORKLOADS[workload], run, seed=number, is_whole=True)
+                    run_round(peers[name], asked, run, seed=number, is_whole=True)
                 if number:
                     tell(f"{workload}, round {number}", runs)
             add_rows(report, workload, runs)
@@ -199,9 +202,15 @@ def run_round(peer: Peer, workload: Workload, run: Told, *, seed: int, is_whole:
         ChildFailedError: The system failed.
     """
     opened = peer.ask({"operation": "open", "num_sessions": workload.num_sessions}, timeout_s=OPERATION_TIMEOUT_S)
-    seen = talk(opened["url"], opened["keys"], workload, seed=seed)
+    try:
+        seen = talk(opened["url"], opened["keys"], workload, seed=seed)
+    except TalkFailedError as error:
+        peer.ask({"operation": "versions"}, timeout_s=OPERATION_TIMEOUT_S)  # says why, where it has ended
+        raise ChildFailedError(f"{peer.name}: {error}") from error
     if is_whole and seen.num_tokens != workload.num_tokens:
-        raise ChildFailedError(f"{seen.num_tokens} tokens were sampled; {workload.num_tokens} were asked for")
+        raise ChildFailedError(
+            f"{peer.name}: {seen.num_tokens} tokens were sampled; {workload.num_tokens} were asked for"
+        )
     run.add(seen, peer.ask({"operation": "close"}, timeout_s=OPERATION_TIMEOUT_S))
 
 

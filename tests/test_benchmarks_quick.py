@@ -16,7 +16,8 @@ KEPT = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
 KEYS = {
     "async": "bound_s date environment is_realtime roles rounds verdicts",
     "distillation": "comparison date device environment preset rounds sizes threads",
-    "gateway": "comparisons date environment memory model placement rounds scripted skipped targets turns versions",
+    "gateway": "comparisons date environment is_streamed memory model placement rounds scripted skipped targets turns "
+    "versions",
     "learner": "comparisons date environment experts micro_batch_tokens optimizer policy preset rounds",
     "metrics": "date environment step_ms targets",
     "rollout": "comparisons date environment preset rounds skipped threads versions",

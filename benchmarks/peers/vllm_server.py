@@ -26,7 +26,12 @@ def main() -> int:
     port = free_port()
     server = subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *server_words(options, port)],
-        env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOGGING_LEVEL": "WARNING"},
+        env={
+            **os.environ,
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
+        },
     )
     url = f"http://127.0.0.1:{port}"
     try:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -100,7 +100,7 @@ class Live:
 
     Attributes:
         answer: What it will be.
-        news: Set when there is more to take.
+        news: Set when there is more to take, and when there is the answer.
         name: Of the request.
         num_prompt_tokens: That the engine was given.
         overridden: See `Answer`.
@@ -118,13 +118,13 @@ class Live:
 
     async def changes(self, *, within_s: float | None = None) -> bool:
         """Wait for news or for the answer; False where neither came in time."""
-        news = asyncio.ensure_future(self.news.wait())
-        either: set[asyncio.Future[Any]] = {self.answer, news}
-        try:
-            done, _ = await asyncio.wait(either, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            news.cancel()
-        return bool(done)
+        if not self.answer.done():
+            try:
+                async with asyncio.timeout(within_s):  # no task for each token
+                    await self.news.wait()
+            except TimeoutError:
+                return False
+        return True
 
     def begin(self, name: str, num_prompt_tokens: int, overridden: Mapping[str, str]) -> None:
         """The request is placed, and nothing refuses it."""

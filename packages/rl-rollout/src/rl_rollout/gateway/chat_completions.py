@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -106,7 +107,9 @@ class ChatCompletions(OpenAIApi):
 
     def piece(self, index: int, kind: str, delta: str) -> Iterable[str]:
         """See `WireApi.piece`."""
-        yield self._chunk(index, {"content" if kind == "content" else "reasoning_content": delta})
+        delta_field = "content" if kind == "content" else "reasoning_content"
+        choice = {"index": index, "delta": {delta_field: delta}, "finish_reason": None}
+        yield data(msgspec.json.encode({**self._head, "choices": [choice]}).decode())  # as `_chunk`, many times faster
 
     def end(self, answer: Answer) -> Iterable[str]:
         """The calls, why each choice ended, and the usage where it was asked for."""

@@ -212,6 +212,8 @@ def unsaid(message: ChatMessage, said: Mapping[str, str]) -> list[tuple[str, str
 def _held_back(text: str, marks: Sequence[str]) -> int:
     """Characters at the end of a text that may become a mark."""
     longest = max(map(len, marks))
+    if not any(mark[:1] in text[-longest:] for mark in marks):
+        return 0  # most often
     ends = (size for size in range(min(longest - 1, len(text)), 0, -1))
     return next((size for size in ends if any(mark.startswith(text[-size:]) for mark in marks)), 0)
 

@@ -1,5 +1,6 @@
 """The gateway over HTTP: agents show the keys of their sessions, the owner of the sessions a key of its own."""
 
+import gc
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
@@ -158,10 +159,12 @@ class Gateway:
         """
         self.bind()
         self.url = f"http://{self.options.host}:{await self._listener.start()}"
+        gc.freeze()  # else turns wait, 0.2 s at a time, for a look at half a million objects that are loaded for good
 
     async def close(self) -> None:
         """Listen no longer; requests under way get some seconds. Can be called twice."""
         await self._listener.close()
+        gc.unfreeze()
         if self.journal is not None:
             self.journal.close()
 

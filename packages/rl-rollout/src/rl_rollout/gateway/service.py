@@ -132,6 +132,7 @@ class PolicyService:
         """
         live = Live()
         live.answer = asyncio.ensure_future(self.answer(session, ask, live))
+        live.answer.add_done_callback(lambda _: live.news.set())
         try:
             await live.changes()
             live.news.clear()
