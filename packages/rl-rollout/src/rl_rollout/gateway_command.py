@@ -1,6 +1,7 @@
 """The commands `rl-rollout serve` and `rl-rollout sessions`; what they need is imported when they run."""
 
 import argparse
+import inspect
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -9,37 +10,62 @@ from typing import Any
 from rl_rollout.engines.registry import known_engines
 
 LONGEST = 1 << 40
-SERVE = """\
-Serves a model folder to agents, over OpenAI's and Anthropic's APIs, and keeps exactly the tokens that it samples.
-Whoever has the owner's key opens sessions, one for each run of an agent; the session's key is the agent's API key.
-With --open-session one session is open from the beginning: point any SDK at it.
-Ctrl-C or SIGTERM ends it; requests under way get some seconds.
 
-examples:
-  rl-rollout serve models/Qwen3-0.6B --open-session
-  rl-rollout serve models/Qwen3-0.6B --engine-options '{"dtype": "bfloat16", "max_model_len": 8192}' --port 9000
-  rl-rollout serve models/Qwen3-0.6B --decided-by run --owner-key-file owner.key --sessions sessions"""
-LIST = """\
-A line for each session that a gateway has kept, with the reason of each that failed. Changes nothing.
 
-example:
-  rl-rollout sessions list sessions"""
-EXPORT = """\
-Writes a row for each trajectory of the finished sessions that have a reward. Its columns: session, prompt_uid,
-session_index, output_index, parent, input_ids, loss_mask, rollout_logprobs, policy_versions, num_prompt_tokens,
-finish_reason, reward, reward_components, metadata (the last two as JSON texts in Parquet).
-Sessions that failed are counted and left out. The file appears whole or not at all.
-Exit status: 0; 1 where files of sessions cannot be read; 2 where the command cannot do what it is told.
+def serve(arguments: argparse.Namespace) -> int:
+    """Serve a model folder to agents, and keep what trains.
 
-example:
-  rl-rollout sessions export sessions --to rollouts.parquet"""
+    Serves a model folder to agents, over OpenAI's and Anthropic's APIs, and keeps exactly the tokens that it samples.
+    Whoever has the owner's key opens sessions, one for each run of an agent; the session's key is the agent's API key.
+    With --open-session one session is open from the beginning: point any SDK at it.
+    Ctrl-C or SIGTERM ends it; requests under way get some seconds.
+
+    Examples:
+      rl-rollout serve models/Qwen3-0.6B --open-session
+      rl-rollout serve models/Qwen3-0.6B --engine-options '{"dtype": "bfloat16", "max_model_len": 8192}' --port 9000
+      rl-rollout serve models/Qwen3-0.6B --decided-by run --owner-key-file owner.key --sessions sessions
+    """
+    return _called("standalone:run_serve", arguments)
+
+
+def list_sessions(arguments: argparse.Namespace) -> int:
+    """Show the sessions that a gateway has kept.
+
+    A line for each session that a gateway has kept, with the reason of each that failed. Changes nothing.
+
+    Example:
+      rl-rollout sessions list sessions
+    """
+    return _called("exports:run_list", arguments)
+
+
+def export_sessions(arguments: argparse.Namespace) -> int:
+    """Write a file of kept sessions to train on.
+
+    Writes a row for each trajectory of the finished sessions that have a reward. Its columns: session, prompt_uid,
+    session_index, output_index, parent, input_ids, loss_mask, rollout_logprobs, policy_versions, num_prompt_tokens,
+    finish_reason, reward, reward_components, metadata (the last two as JSON texts in Parquet).
+    Sessions that failed are counted and left out. The file appears whole or not at all.
+    Exit status: 0; 1 where files of sessions cannot be read; 2 where the command cannot do what it is told.
+
+    Example:
+      rl-rollout sessions export sessions --to rollouts.parquet
+    """
+    return _called("exports:run_export", arguments)
+
+
+def _called(place: str, arguments: argparse.Namespace) -> int:
+    """What a function of a module of the gateway gives."""
+    module, name = place.split(":")
+    called: Callable[[argparse.Namespace], int] = getattr(import_module(f"rl_rollout.gateway.{module}"), name)
+    return called(arguments)
 
 
 def add_gateway(parts: Any) -> None:
     """Add the commands to those of `rl-rollout`."""
-    serve = _command(parts, "serve", "serve a model to agents, and keep what trains", SERVE, "standalone:run_serve")
+    parser = _command(parts, "serve", serve)
     names = ", ".join(name for name in known_engines() if name != "scripted")
-    add = serve.add_argument
+    add = parser.add_argument
     add("folder", type=Path, metavar="MODEL_FOLDER", help="a Hugging Face folder; nothing is downloaded")
     add("--engine", default="vllm", metavar="NAME", help=f"{names} (default: vllm)")
     add("--engine-options", default="{}", metavar="JSON", help="of the engine, as one JSON object")
@@ -51,7 +77,7 @@ def add_gateway(parts: Any) -> None:
     add("--sessions", type=Path, metavar="FOLDER", help="keep sessions there; a restart goes on with them")
     add("--queue", metavar="ADDRESS", help="put finished sessions into this queue; needs --sessions")
     add("--open-session", action="store_true", help="open a session without limits at once, and show its key")
-    add = serve.add_argument_group("how requests are answered").add_argument
+    add = parser.add_argument_group("how requests are answered").add_argument
     who = "who decides on temperature, top-p, top-k and seed; training needs run (default: client)"
     add("--decided-by", choices=("client", "run"), default="client", help=who)
     add("--temperature", type=float, default=1.0, help="where the client does not decide (default: 1)")
@@ -71,21 +97,16 @@ def add_gateway(parts: Any) -> None:
     verbs = parts.add_parser("sessions", help="sessions that a gateway has kept").add_subparsers(
         dest="verb", required=True, metavar="VERB"
     )
-    listing = _command(verbs, "list", "show what there is", LIST, "exports:run_list")
-    export = _command(verbs, "export", "write a file to train on", EXPORT, "exports:run_export")
+    listing = _command(verbs, "list", list_sessions)
+    export = _command(verbs, "export", export_sessions)
     for verb in (listing, export):
         verb.add_argument("folder", type=Path, metavar="FOLDER", help="given to `rl-rollout serve` as --sessions")
     export.add_argument("--to", type=Path, required=True, metavar="FILE", help="ends in .jsonl or .parquet")
 
 
-def _command(parts: Any, name: str, summary: str, description: str, place: str) -> argparse.ArgumentParser:
-    """A command that is a function of a module of the gateway."""
-    module, function = place.split(":")
-
-    def run(arguments: argparse.Namespace) -> int:
-        called: Callable[[argparse.Namespace], int] = getattr(import_module(f"rl_rollout.gateway.{module}"), function)
-        return called(arguments)
-
+def _command(parts: Any, name: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    """A command with a function's docstring as its help."""
+    summary, _, description = inspect.cleandoc(run.__doc__ or "").partition("\n")
     parser: argparse.ArgumentParser = parts.add_parser(
         name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -113,18 +113,15 @@ def _feed(arguments: Namespace) -> Callable[[], None]:
 
 def _greeting(gateway: Gateway, key_file: Path | None, *, opens_session: bool) -> str:
     """Where the gateway is, and how one begins."""
-    url, traits, key = gateway.url, gateway.service.engine.traits, "KEY_OF_THE_SESSION"
-    shown = gateway.owner_key if key_file is None else f"$(cat {key_file})"
-    begin = (
-        "Open a session; the answer has its key:\n"
-        f'  curl -s {url}/sessions -H "Authorization: Bearer {shown}" -d \'{{"group": "my-prompt"}}\''
-    )
-    if opens_session:
-        key = gateway.open("standing", limits=ENDLESS).key
-        begin = f"A session without limits is open; its key is {key}"
+    url, traits = gateway.url, gateway.service.engine.traits
+    owner, kept = (gateway.owner_key,) * 2 if key_file is None else (f"$(cat {key_file})", f"in {key_file}")
+    key = gateway.open("standing", limits=ENDLESS).key if opens_session else "KEY_OF_THE_SESSION"
+    begun = f"A session without limits is open; its key is {key}\n" if opens_session else ""
     return (
         f"Serving {gateway.options.model} at {url} ({traits.name}, up to {traits.max_model_len} tokens).\n"
-        f"The owner's key is {gateway.owner_key if key_file is None else f'in {key_file}'}\n\n{begin}\n"
+        f"The owner's key is {kept}\n{begun}\n"
+        "Open a session; the answer has its key:\n"
+        f'  curl -s {url}/sessions -H "Authorization: Bearer {owner}" -d \'{{"group": "my-prompt"}}\'\n'
         "Connect an SDK:\n"
         f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} python agent.py\n"
         f"  ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key} python agent.py\n"
