@@ -33,22 +33,20 @@ def test_a_socket_that_is_not_in_the_table_is_found() -> None:
 
 
 def test_the_servers_of_one_process(tmp_path: Path) -> None:
-    """Weights, the endpoint of verifiers, and `serve`."""
-    token_endpoint = pytest.importorskip("rl_rollout.loops.token_endpoint")
+    """Weights, the gateway, and `serve`."""
+    pytest.importorskip("starlette")
+    from gateway_site import gateway_site
+
     run = Path(__file__).parent / "recordings" / "healthy_0"
     before = listening_sockets([os.getpid()])
     transport = BroadcastTransport()
     report = ReportServer([run])
 
     async def look() -> tuple[int, list[str]]:
-        endpoint = token_endpoint.TokenEndpoint()
-        await endpoint.start()
-        try:
+        async with gateway_site(lambda _: "3"):
             found = listening_sockets([os.getpid()]) - before
             played = {os.getpid(): "rl-sync-trainer train"}
             return len(found), undocumented([os.getpid()], played=played)
-        finally:
-            await endpoint.close()
 
     try:
         assert asyncio.run(look()) == (3, [])

@@ -52,10 +52,13 @@ async def roll_out(folder: Path) -> list[GroupResult]:
     save_tokenizer(folder)
     tokenizer = PromptTokenizer.load(folder)
 
+    heard_before: set[str] = set()
+
     def says(request: GenerateRequest, _index: int) -> Sequence[int]:
         (heard,) = tokenizer.decode([request.input_ids], skip_special_tokens=False)
         left, right = heard.partition("user:")[2][0], heard.partition("+")[2][0]
-        is_sure = "Sure?" in heard or (request.request_id or "").endswith("/0")
+        is_sure = "Sure?" in heard or heard not in heard_before  # the first session that asks
+        heard_before.add(heard)
         return tokenizer.encode([f"{int(left) + int(right) if is_sure else 0}<|end|>"], add_special_tokens=False)[0]
 
     engine = ScriptedEngine(says, end_token_ids=tokenizer.encode(["<|end|>"], add_special_tokens=False)[0])

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 from gateway_site import gateway_site
 
 
@@ -21,17 +20,17 @@ class GatewayChild:
     def __init__(self, process: "subprocess.Popen[str]", told: dict[str, Any]) -> None:
         self.url, self.keys = str(told["url"]), list(told["keys"])
         self.port = int(self.url.rpartition(":")[2])
-        self._process = psutil.Process(process.pid)
+        self._proc = Path(f"/proc/{process.pid}")
 
     @property
     def peak_bytes(self) -> int:
         """Most memory that it ever held."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
+        status = (self._proc / "status").read_text(encoding="ascii")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
     @property
     def num_files(self) -> int:
-        return self._process.num_fds()
+        return len(list((self._proc / "fd").iterdir()))
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import resource
 import socket
 
 import httpx
@@ -190,3 +191,26 @@ def test_a_client_that_never_reads_its_stream_is_dropped_and_its_turn_does_not_t
                 assert (await client.get("/health")).status_code == 200
 
     run_within(talk)
+
+
+@pytest.mark.soak
+def test_all_of_it_at_once_while_a_run_goes_on():
+    """Thousands of connections, bodies of 100 MB, slow ones and unread streams, from clients with and without keys."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    options = {"num_sessions": 5, "files": 2048, "client_timeout_s": 2.0}
+    with gateway_child(**options) as site, contextlib.ExitStack() as stack:
+        assert_serves(site)
+        before = site.peak_bytes
+        streamed = json.dumps({**BODY, "stream": True}).encode()
+        for number in range(8):
+            for _ in range(1000):
+                stack.enter_context(connect(site, b"GET /" * (number % 2)))
+            for key in site.keys[1:4]:
+                for _ in range(20):
+                    stack.enter_context(connect(site, head(key, 100 * MIB)))
+                    stack.enter_context(connect(site, head(key, len(streamed)) + streamed))
+                flood(stack.enter_context(connect(site, head(key, 100 * MIB))), b" " * 65_536, 100 * MIB)
+                flood(stack.enter_context(connect(site, head(key, 10 * MIB))), b"[" * 65_536, 10 * MIB)
+            assert_serves(site, session=0)
+            assert site.num_files < 2048
+        assert site.peak_bytes - before < 400 * MIB

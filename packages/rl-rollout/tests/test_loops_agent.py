@@ -133,6 +133,9 @@ def test_a_rollout_that_is_cancelled_ends_every_agent_and_leaves_nothing(tmp_pat
 def test_what_is_not_an_agents_doing_fails_its_session(tmp_path):
     (session,), given = run_agent(["python", "-c", "import sys; sys.exit('no model given')"])
     assert session.failure == ("the agent got no answer of the policy: it exited with code 1; it said: no model given")
+    says = ["python", "-c", "import os, sys; sys.exit(os.environ['TOKEN'])"]
+    (session,), _ = run_agent(says, env={"TOKEN": "secret-of-a-service"})
+    assert session.failure.endswith("it said: (redacted)")
     program = tmp_path / "program"
     program.write_text("no program")
     program.chmod(0o755)
@@ -210,6 +213,7 @@ def test_an_engine_that_fails_is_no_reward_unless_a_retry_made_it_good(tmp_path)
         ({"remote": True}, "remote agents need gateway.owner_key"),
         ({"function": "own_agents.py:plain"}, "must be an `async def`"),
         ({"command": ["true"], "time_limit_s": 0}, "time_limit_s of an agent must be above 0"),
+        ({"command": ["true"], "time_limit_s": 4000}, "limits.wall_s (3600) must be at least time_limit_s (4000)"),
         ({"command": ["true"], "gateway": {"service": {"decided_by": "client"}}}, 'must be "run"'),
         ({"command": ["true"], "gateway": {"host": "192.0.2.1"}}, "cannot listen on 192.0.2.1"),
     ],

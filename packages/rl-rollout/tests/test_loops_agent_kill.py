@@ -6,8 +6,13 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
+import time
 from collections import Counter
+from pathlib import Path
 
+import agent_program
 import pytest
 from agent_program import TRAITS, processes_with, write_agent
 from chat_model import chat_prompt, encode, make_tokenizer
@@ -104,3 +109,36 @@ def test_agents_that_are_killed_keep_their_traces_and_nothing_trains_twice(tmp_p
     num_repeated = sum(row.extras.get("repeated", 0) for row in rows)
     assert len({*arrived} - {*times}) <= num_repeated  # of several answers to one request, one trains
     assert {session.trajectories[-1].extras["exit_code"] for session in sessions if session.trajectories} >= {0, -9}
+
+
+RUN = """
+import sys
+sys.path.insert(0, {support!r})
+from agent_program import run_agent
+run_agent({command!r}, num_sessions=4, env={{{mark!r}: "1"}}, say=lambda heard: "one")
+"""
+
+
+@pytest.mark.soak
+def test_no_agent_outlives_a_run_that_is_killed(tmp_path):
+    mark, support = f"MARK_{os.urandom(8).hex()}", str(Path(agent_program.__file__).parent)
+    source = """
+    import subprocess
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    ask("a")
+    open(sys.argv[1], "a").write("asked ")
+    time.sleep(1000)
+    """
+    command = [*write_agent(tmp_path, source), str(tmp_path / "asked")]
+    program = RUN.format(support=support, command=command, mark=mark)
+    run = subprocess.Popen([sys.executable, "-c", program])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "asked").exists() or (tmp_path / "asked").read_text().count("asked") < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(processes_with(mark)) == 8
+    run.kill()
+    run.wait()
+    while processes_with(mark):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

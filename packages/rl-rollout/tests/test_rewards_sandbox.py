@@ -175,7 +175,7 @@ print(count, flush=True)
 
 def test_a_fork_bomb_is_bounded_and_nothing_of_it_stays(sandbox):
     done = run(sandbox, FORKS)
-    if sandbox.level in ("same_user", "user_namespaces") and os.geteuid() == 0:
+    if sandbox.level in ("same_user", "user_namespaces") and os.getuid() == 0:  # the effective one may be patched
         return  # root's processes are not counted by the kernel; all were ended, if not at once
     if done.ended == "exited":
         assert int(done.stdout) < LIMITS.processes

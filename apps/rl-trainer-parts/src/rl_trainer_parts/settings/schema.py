@@ -98,8 +98,8 @@ class RolloutSettings:
         engine: "vllm", "transformers", or the name of one installed by another package.
         placement: "inline" (in the learner's process, where a debugger works), "process" (processes of this machine),
             or "ray" (actors of Ray, on one machine or many); see `replicas`.
-        loop: Agent loop by name: "single_turn", "tools", "environment", "agent", "verifiers" (in examples/verifiers), or
-            one installed by another package.
+        loop: Agent loop by name: "single_turn", "tools", "environment", "agent", "verifiers" (shown in
+            examples/verifiers), or one installed by another package.
         loop_options: Its options, a table.
         audit_share: Share of the sessions whose tokens are proved to be those that the engine sampled.
         rescored_share: Share of the sessions that the engine scores again, while it serves what sampled them.

@@ -31,7 +31,7 @@ class Ask:
         tools: That the model may call, as chat templates take them.
         prompt: What is to be continued, as text or tokens, in the place of a conversation.
         may_call: Calls are read; else they are text.
-        must_call: Tools of which one is to be called; empty where the model is free.
+        must_call: JSON schema of the call that is to be made; None where the model is free.
         wishes: How it is to be drawn.
         num_choices: Answers to give.
         trains: False for what the agent asks outside of its task.
@@ -43,7 +43,7 @@ class Ask:
     tools: tuple[Mapping[str, Json], ...] = ()
     prompt: str | Sequence[int] | None = None
     may_call: bool = True
-    must_call: tuple[str, ...] = ()
+    must_call: Json = None
     wishes: Wishes = Wishes()
     num_choices: int = 1
     trains: bool = True

@@ -52,7 +52,7 @@ def read_chat_request(body: Mapping[str, Json]) -> Ask:
     tools = read_tools(body, lambda tool: tool.get("type") == "function" and tool.get("function"), A_TOOL)
     may_call, must_call = read_choice(body.get("tool_choice"), tools, CHOICES)
     return Ask(
-        messages=tuple(_message(one, f"messages[{index}]") for index, one in enumerate(messages)),
+        messages=tuple(read_message(one, f"messages[{index}]") for index, one in enumerate(messages)),
         tools=tools,
         may_call=may_call,
         must_call=must_call,
@@ -147,7 +147,12 @@ def finish_reason(sample: Sample) -> str:
     return "tool_calls" if sample.message.calls else sample.generation.finish_reason
 
 
-def _message(message: Json, where: str) -> ChatMessage:
+def read_message(message: Json, where: str) -> ChatMessage:
+    """A message.
+
+    Raises:
+        RefusedError: It is none.
+    """
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise refused_field(
             f"{where}.role", message.get("role") if isinstance(message, dict) else message, f"one of {[*ROLES]}"
@@ -161,12 +166,17 @@ def _message(message: Json, where: str) -> ChatMessage:
         role=role,
         content=text_of(message.get("content"), f"{where}.content"),
         reasoning=reasoning if role == "assistant" and isinstance(reasoning, str) else "",
-        calls=tuple(_read_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)),
+        calls=tuple(read_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)),
         call_id=str(message.get("tool_call_id") or ""),
     )
 
 
-def _read_call(call: Json, where: str) -> Call:
+def read_call(call: Json, where: str) -> Call:
+    """A call of a message.
+
+    Raises:
+        RefusedError: It is none.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise refused_field(f"{where}.function", function, "an object with a name and arguments")

@@ -1,5 +1,6 @@
 """OpenAI's Completions: a prompt of text or tokens is continued, without a chat template."""
 
+import json
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from rl_rollout.gateway.tree import Sample
 
 READ = (
     "prompt", "model", "n", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop",
-    "logprobs",
+    "logprobs", "stop_token_ids",
 )  # fmt: skip
 WITHOUT_EFFECT = ("user",)
 
@@ -76,6 +77,36 @@ class Completions(OpenAIApi):
     def _json(self, choices: list[dict[str, Any]], **fields: Json) -> str:
         made = Completion.model_construct(**self._head, choices=choices, **fields)  # a chunk has no reason yet
         return made.model_dump_json(exclude_unset=True, warnings=False)
+
+
+class TokenPrompts(Completions):
+    """A request as of vLLM's `/inference/v1/generate`: of programs that render turns as tokens themselves."""
+
+    def __init__(self, body: Mapping[str, Json], model: str) -> None:
+        """Read a request; of its sampling parameters those that the gateway does not know have no effect.
+
+        Raises:
+            RefusedError: A field cannot be what it is, or it asks for a stream.
+        """
+        asked = body.get("sampling_params") or {}
+        if not isinstance(asked, dict):
+            raise refused_field("sampling_params", asked, "an object")
+        known = {name: value for name, value in asked.items() if name in READ}
+        super().__init__({"prompt": body.get("token_ids"), **known, "logprobs": 0}, model)
+        if body.get("stream") or isinstance(self.ask.prompt, str):
+            raise refused_field("token_ids", body.get("token_ids"), "a list of token ids, without stream")
+
+    def whole(self, answer: Answer) -> str:
+        """See `WireApi.whole`."""
+        choices = []
+        for index, generation in enumerate(sample.generation for sample in answer.samples):
+            ids, logprobs = generation.token_ids.tolist(), generation.logprobs.tolist()
+            content = [
+                {"token": f"token_id:{token}", "logprob": logprob} for token, logprob in zip(ids, logprobs, strict=True)
+            ]
+            choice = {"index": index, "token_ids": ids, "finish_reason": generation.finish_reason}
+            choices.append({**choice, "logprobs": {"content": content}})
+        return json.dumps({"request_id": answer.name, "choices": choices})
 
 
 def _prompt(given: Json) -> str | list[int]:

@@ -17,18 +17,22 @@ class ConversationEncoder:
     """Writes messages by the tokenizer's chat template, which `ChatTurns` tries first with each set of tools."""
 
     def __init__(self, tokenizer: PromptTokenizer, *, end_token_ids: Sequence[int] = ()) -> None:
-        """Try the template without tools.
+        """Try nothing yet.
 
         Args:
             tokenizer: With a chat template.
             end_token_ids: What can end a turn, beside the tokenizer's own end token.
-
-        Raises:
-            SettingsError: The template cannot be used for several turns; the message says what it does.
         """
         self._tokenizer = tokenizer
         self._end_token_ids = tuple(end_token_ids)
         self._known: OrderedDict[tuple[bytes, Role], ChatTurns] = OrderedDict()
+
+    def try_template(self) -> None:
+        """Try the template without tools.
+
+        Raises:
+            SettingsError: It cannot be used for several turns; the message says what it does.
+        """
         self._turns(b"", (), role="user")
 
     def opening_ids(

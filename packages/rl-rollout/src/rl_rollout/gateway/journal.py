@@ -8,6 +8,7 @@ import os
 import re
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ import msgspec
 import numpy as np
 import structlog
 
-from rl_core.data import FinishReason
+from rl_core.data import IntArray
 from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.files import checksum, open_lock_file, open_plain
 from rl_rollout.engines.protocol import Generation, SamplingParams
@@ -39,51 +40,57 @@ _Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Opening(msgspec.Struct, tag="opening", forbid_unknown_fields=True):
+    """Named after the session's attributes, as are the others after what they keep."""
+
     session_id: str
     key_digest: bytes
     prompt_uid: str
     session_index: int
     limits: SessionLimits
     metadata: dict[str, Any]
-    opened_at: float  # seconds since 1970
+    unix_s: float = 0.0
 
 
 class _State(msgspec.Struct, tag="state", forbid_unknown_fields=True):
     counts: dict[str, int]
-    faults: list[tuple[bytes, str]]
+    faults: dict[bytes, str]
     reward: float | None
-    components: dict[str, float]
+    reward_components: dict[str, float]
     failure: str | None
     is_finished: bool
 
 
-class _Said(msgspec.Struct, tag="said", forbid_unknown_fields=True):
-    after: _Number | None  # the number of the sample that the turn follows
-    digests: list[bytes]
-    new_ids: bytes
-    asked_by: MessageRole
+class _Said(msgspec.Struct, tag="said", forbid_unknown_fields=True, kw_only=True):
     message: ChatMessage
-    token_ids: bytes
-    logprobs: bytes
-    policy_versions: bytes
-    finish_reason: FinishReason
-    matched_stop: str | None
-    num_preempted: int
-    experts: tuple[list[int], bytes] | None
-    kept_ids: bytes | None  # None where all are kept
+    generation: Generation
     asked_digest: bytes
     request_index: int
     generate_s: float
     never_trains: bool
-    state: _State
+    after: _Number | None = None  # the number of the sample that the turn follows
+    digests: list[bytes] = []
+    new_ids: IntArray | None = None
+    asked_by: MessageRole = "user"
+    kept_ids: IntArray | None = None  # None where all are kept
+    state: _State | None = None
 
 
 class _Delivered(msgspec.Struct, tag="delivered", forbid_unknown_fields=True):
     samples: list[_Number]
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Opening | _State | _Said | _Delivered).decode
+def _array_as_plain(array: Any) -> Any:
+    return (array.dtype.str, array.shape, array.tobytes())
+
+
+def _plain_as_array(_kind: Any, plain: Any) -> Any:
+    dtype, shape, content = plain
+    return np.frombuffer(content, np.dtype(dtype)).reshape(shape)
+
+
+_OF_SAMPLE = ("message", "generation", "asked_digest", "request_index", "generate_s", "never_trains")
+_encode = msgspec.msgpack.Encoder(enc_hook=_array_as_plain).encode
+_decode = msgspec.msgpack.Decoder(_Opening | _State | _Said | _Delivered, dec_hook=_plain_as_array).decode
 
 
 class SessionLog:
@@ -107,18 +114,9 @@ class SessionLog:
         Raises:
             RefusedError: It cannot be kept.
         """
-        session = self._session
-        self._append(
-            _Opening(
-                session_id=session.session_id,
-                key_digest=session.key_digest,
-                prompt_uid=session.prompt_uid,
-                session_index=session.session_index,
-                limits=session.limits,
-                metadata=dict(session.metadata),
-                opened_at=time.time(),
-            )
-        )
+        opening = msgspec.convert(self._session, _Opening, from_attributes=True)
+        opening.unix_s = time.time()
+        self._append(opening)
 
     def said(self, sample: Sample, digests: Sequence[bytes]) -> None:
         """Keep what the model said.
@@ -130,30 +128,13 @@ class SessionLog:
         Raises:
             RefusedError: It cannot be kept.
         """
-        turn, given = sample.turn, sample.generation
-        experts = given.routed_experts
-        self._append(
-            _Said(
-                after=None if turn.after is None else self._numbers[turn.after],
-                digests=list(digests),
-                new_ids=turn.new_ids.tobytes(),
-                asked_by=turn.asked_by,
-                message=sample.message,
-                token_ids=given.token_ids.tobytes(),
-                logprobs=given.logprobs.tobytes(),
-                policy_versions=given.policy_versions.tobytes(),
-                finish_reason=given.finish_reason,
-                matched_stop=given.matched_stop,
-                num_preempted=given.num_preempted,
-                experts=None if experts is None else (list(experts.shape), experts.tobytes()),
-                kept_ids=None if sample.kept_ids is given.token_ids else sample.kept_ids.tobytes(),
-                asked_digest=sample.asked_digest,
-                request_index=sample.request_index,
-                generate_s=sample.generate_s,
-                never_trains=sample.never_trains,
-                state=_state(self._session),
-            )
-        )
+        turn, kept = sample.turn, sample.kept_ids
+        kept_fields = {name: getattr(sample, name) for name in _OF_SAMPLE}
+        said = _Said(**kept_fields, digests=list(digests), new_ids=turn.new_ids, state=_state(self._session))
+        said.asked_by = turn.asked_by
+        said.after = None if turn.after is None else self._numbers[turn.after]
+        said.kept_ids = None if kept is sample.generation.token_ids else kept
+        self._append(said)
         self._numbers[sample] = len(self._numbers)
 
     def delivered(self, samples: Sequence[Sample]) -> None:
@@ -290,17 +271,10 @@ def _records(stream: BinaryIO, size: int) -> Iterator[tuple[Any, int]]:
 
 
 def _opened(opening: _Opening, sampling: Callable[[int], SamplingParams] | None) -> Session:
-    return Session(
-        session_id=opening.session_id,
-        key="",
-        key_digest=opening.key_digest,
-        prompt_uid=opening.prompt_uid,
-        session_index=opening.session_index,
-        limits=opening.limits,
-        sampling=sampling or (lambda _turn: SamplingParams(max_tokens=1)),
-        metadata=opening.metadata,
-        opened_at=time.monotonic() - max(time.time() - opening.opened_at, 0.0),
-    )
+    fields = msgspec.structs.asdict(opening)
+    passed_s = max(time.time() - fields.pop("unix_s"), 0.0)
+    drawn = sampling or (lambda _turn: SamplingParams(max_tokens=1))
+    return Session(**fields, key="", sampling=drawn, opened_at=time.monotonic() - passed_s)
 
 
 def _take(session: Session, record: Any) -> None:
@@ -312,56 +286,24 @@ def _take(session: Session, record: Any) -> None:
             session.tree.samples[number].is_delivered = True
         return
     if isinstance(record, _Said):
-        sample = _sample(session, record)
-        session.tree.add(sample, record.digests)
+        session.tree.add(_sample(session, record), record.digests)
         record = record.state
-    session.counts.update({name: count - session.counts[name] for name, count in record.counts.items()})
-    session.faults = dict(record.faults)
-    if record.reward is not None:
-        session.set_reward(record.reward, record.components)
-    session.failure, session.is_finished = record.failure, record.is_finished
+    for name, value in msgspec.structs.asdict(record).items():
+        setattr(session, name, value)
+    session.counts = Counter(record.counts)
 
 
 def _sample(session: Session, said: _Said) -> Sample:
-    tree = session.tree
-    after = None if said.after is None else tree.samples[said.after]
+    after = None if said.after is None else session.tree.samples[said.after]
     place = Place(after=after, num_matched=0, turn=None, num_known=0, knows_tools=True, is_fork=False)
-    new_ids = np.frombuffer(said.new_ids, np.int32)
-    turn: Turn = tree.open_turn(place, said.digests, new_ids, asked_by=said.asked_by)
-    experts = None
-    if said.experts is not None:
-        experts = np.frombuffer(said.experts[1], np.int16).reshape(said.experts[0])
-    generation = Generation(
-        token_ids=np.frombuffer(said.token_ids, np.int32),
-        logprobs=np.frombuffer(said.logprobs, np.float32),
-        policy_versions=np.frombuffer(said.policy_versions, np.int32),
-        finish_reason=said.finish_reason,
-        num_preempted=said.num_preempted,
-        routed_experts=experts,
-        matched_stop=said.matched_stop,
-    )
-    return Sample(
-        turn=turn,
-        message=said.message,
-        generation=generation,
-        asked_digest=said.asked_digest,
-        kept_ids=generation.token_ids if said.kept_ids is None else np.frombuffer(said.kept_ids, np.int32),
-        request_index=said.request_index,
-        generate_s=said.generate_s,
-        never_trains=said.never_trains,
-        is_delivered=False,
-    )
+    turn: Turn = session.tree.open_turn(place, said.digests, np.asarray(said.new_ids, np.int32), asked_by=said.asked_by)
+    kept = said.generation.token_ids if said.kept_ids is None else said.kept_ids
+    fields = {name: getattr(said, name) for name in _OF_SAMPLE}
+    return Sample(turn=turn, kept_ids=kept, is_delivered=False, **fields)
 
 
 def _state(session: Session) -> _State:
-    return _State(
-        counts=dict(session.counts),
-        faults=list(session.faults.items()),
-        reward=session.reward,
-        components=dict(session.reward_components),
-        failure=session.failure,
-        is_finished=session.is_finished,
-    )
+    return msgspec.convert(session, _State, from_attributes=True)
 
 
 def _write(file: Path, content: bytes, *, at: int) -> int:

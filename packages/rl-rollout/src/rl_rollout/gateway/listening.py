@@ -95,13 +95,15 @@ class Listener:
 
     async def close(self) -> None:
         """Listen no longer; requests under way get some seconds. Can be called twice."""
-        if self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
-            self._serving = None
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        serving, self._serving = self._serving, None
+        self._server.should_exit = True
+        try:
+            if serving is not None:
+                await serving
+        finally:  # uvicorn does not close it, where the event loop ends first
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
 
     async def _notified(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -7,7 +7,7 @@ from rl_core.data import Json
 from rl_rollout.gateway.asks import MAX_CHOICES
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 
-Tools = tuple[Mapping[str, Json], ...]
+Tools = tuple[Mapping[str, Any], ...]
 NOTHING: Mapping[str, tuple[Json, ...]] = {
     "background": (False,),
     "best_of": (1,),
@@ -21,7 +21,8 @@ NOTHING: Mapping[str, tuple[Json, ...]] = {
     "truncation": ("disabled",),
 }
 """Values of fields that ask for nothing; any other value is refused."""
-TEXTS: Mapping[str, str] = {"text": "text", "refusal": "refusal"}
+TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
+"""Kinds of parts of a content that are text."""
 
 
 def check_fields(body: Mapping[str, Json], known: Collection[str]) -> None:
@@ -112,8 +113,8 @@ def read_tools(
     return tuple(read)
 
 
-def read_choice(choice: Json, tools: Tools, kinds: Mapping[str, str]) -> tuple[bool, tuple[str, ...]]:
-    """Whether tools may be called, and of which one must be.
+def read_choice(choice: Json, tools: Tools, kinds: Mapping[str, str]) -> tuple[bool, Json]:
+    """Whether tools may be called; and the JSON schema of the call that must be made, None where none must.
 
     Args:
         choice: What the request says of it: a kind, or an object with a `type` and, for one tool, its name.
@@ -121,29 +122,35 @@ def read_choice(choice: Json, tools: Tools, kinds: Mapping[str, str]) -> tuple[b
         kinds: "auto", "none", "required" or "named", by the API's word.
 
     Raises:
-        RefusedError: It is none of these, or names no tool that there is.
+        RefusedError: It is none of these, or there is no tool to call.
     """
     given: dict[str, Any] = choice if isinstance(choice, dict) else {"type": choice or "auto"}
     kind = kinds.get(str(given.get("type")))
     if kind is None:
         raise refused_field("tool_choice", choice, f"one of {[*kinds]}")
-    names = tuple(str(tool["function"]["name"]) for tool in tools)
-    if kind == "named":
-        inner = given.get("function")
-        name = inner.get("name") if isinstance(inner, dict) else given.get("name")
-        if name not in names:
-            raise refused_field("tool_choice", name, f"one of the tools {[*names]}")
-        return True, (name,)
-    return kind != "none", names if kind == "required" else ()
+    if kind in ("auto", "none"):
+        return kind == "auto", None
+    inner = given.get("function")
+    named = inner.get("name") if isinstance(inner, dict) else given.get("name")
+    calls = [
+        _call_schema(**tool["function"]) for tool in tools if kind == "required" or tool["function"]["name"] == named
+    ]
+    if not calls:
+        raise refused_field("tool_choice", choice, f"one of the tools {[tool['function']['name'] for tool in tools]}")
+    return True, {"anyOf": calls}
 
 
-def text_of(content: Json, where: str, kinds: Mapping[str, str] = TEXTS, *, between: str = "") -> str:
+def _call_schema(*, name: str, parameters: Json, **_others: Json) -> Json:
+    properties = {"name": {"const": name}, "arguments": parameters}
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+def text_of(content: Json, where: str, *, between: str = "") -> str:
     """The text of a message's content, its parts joined.
 
     Args:
         content: A text, or parts; None is no text.
         where: Its place in the request.
-        kinds: Of parts, by the field that has the text.
         between: What joins parts.
 
     Raises:
@@ -156,9 +163,9 @@ def text_of(content: Json, where: str, kinds: Mapping[str, str] = TEXTS, *, betw
     texts: list[str] = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else part
-        if not isinstance(part, dict) or str(kind) not in kinds:
+        if not isinstance(part, dict) or kind not in TEXTS:
             raise refused_field(f"{where}[{index}].type", kind, '"text": this policy reads and writes text alone')
-        texts.append(text_field(part, kinds[str(kind)], f"{where}[{index}]"))
+        texts.append(text_field(part, "refusal" if kind == "refusal" else "text", f"{where}[{index}]"))
     return between.join(texts)
 
 

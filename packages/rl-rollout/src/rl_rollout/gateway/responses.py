@@ -3,13 +3,13 @@
 import json
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from openai.types.responses import Response
 
 from rl_core.data import Json
 from rl_rollout.gateway.asks import Answer, Ask, Live
-from rl_rollout.gateway.chat_completions import OpenAIApi
+from rl_rollout.gateway.chat_completions import OpenAIApi, read_call, read_message
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.gateway.reading import as_list, check_fields, read_choice, read_schema, read_tools, text_of
 from rl_rollout.gateway.refusals import RefusedError, refused_field
@@ -25,11 +25,32 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 CHOICES = {"auto": "auto", "none": "none", "required": "required", "function": "named"}
 A_TOOL = 'an object with type "function" and a name'
-TEXTS = {
-    **dict.fromkeys(("text", "input_text", "output_text", "reasoning_text", "summary_text"), "text"),
-    "refusal": "refusal",
+
+
+class Kind(NamedTuple):
+    """How an item of what is said is written.
+
+    Attributes:
+        prefix: Of its id.
+        part: Type of its text.
+        of_item: More of it.
+        of_part: More of its text.
+        of_event: More of the events of its text.
+    """
+
+    prefix: str
+    part: str
+    of_item: Mapping[str, Json]
+    of_part: Mapping[str, Json]
+    of_event: Mapping[str, Json]
+
+
+KINDS = {
+    "reasoning": Kind("rs", "reasoning_text", {"type": "reasoning", "summary": []}, {}, {}),
+    "content": Kind(
+        "msg", "output_text", {"type": "message", "role": "assistant"}, {"annotations": []}, {"logprobs": []}
+    ),
 }
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 def read_responses_request(body: Mapping[str, Json]) -> Ask:
@@ -52,7 +73,7 @@ def read_responses_request(body: Mapping[str, Json]) -> Ask:
     may_call, must_call = read_choice(body.get("tool_choice"), tools, CHOICES)
     messages = _messages(body.get("input"))
     if body.get("instructions"):
-        messages.insert(0, ChatMessage(role="system", content=text_of(body["instructions"], "instructions", TEXTS)))
+        messages.insert(0, ChatMessage(role="system", content=text_of(body["instructions"], "instructions")))
     schema = read_schema(text.get("format"), "text.format")
     wishes = read_wishes(
         body, max_tokens="max_output_tokens", stop="stop", without_effect=WITHOUT_EFFECT, schema=schema
@@ -103,7 +124,7 @@ class Responses(OpenAIApi):
             yield self._item("added", _item(self._name, kind, None))
             yield self._part("content_part.added", part=_part(kind, ""))
         self._said += delta
-        yield self._part(f"{_part_type(kind)}.delta", delta=delta, **_logprobs(kind))
+        yield self._part(f"{KINDS[kind].part}.delta", delta=delta, **KINDS[kind].of_event)
 
     def end(self, answer: Answer) -> Iterable[str]:
         """The calls, and the whole response."""
@@ -130,7 +151,7 @@ class Responses(OpenAIApi):
         """End the item that is open."""
         kind, said = self._kind, self._said
         if kind:
-            yield self._part(f"{_part_type(kind)}.done", text=said, **_logprobs(kind))
+            yield self._part(f"{KINDS[kind].part}.done", text=said, **KINDS[kind].of_event)
             yield self._part("content_part.done", part=_part(kind, said))
             yield self._item("done", _item(self._name, kind, said))
         self._kind = self._said = ""
@@ -140,7 +161,8 @@ class Responses(OpenAIApi):
         return self._event(f"response.output_item.{what}", output_index=place, item=item)
 
     def _part(self, event: str, **fields: Json) -> str:
-        place = {"item_id": _item_id(self._name, self._kind), "output_index": self._num_items, "content_index": 0}
+        item_id = f"{KINDS[self._kind].prefix}_{self._name}"
+        place = {"item_id": item_id, "output_index": self._num_items, "content_index": 0}
         return self._event(f"response.{event}", **place, **fields)
 
     def _event(self, name: str, /, **fields: Json) -> str:
@@ -173,43 +195,19 @@ class Responses(OpenAIApi):
         return Response.model_validate(response).model_dump(mode="json", exclude_unset=True)
 
 
-def _item_id(name: str, kind: str) -> str:
-    return f"rs_{name}" if kind == "reasoning" else f"msg_{name}"
-
-
-def _part_type(kind: str) -> str:
-    return "reasoning_text" if kind == "reasoning" else "output_text"
-
-
-def _logprobs(kind: str) -> dict[str, Json]:
-    return {} if kind == "reasoning" else {"logprobs": []}
-
-
 def _part(kind: str, text: str) -> dict[str, Json]:
-    return {"type": _part_type(kind), "text": text, **({} if kind == "reasoning" else {"annotations": []})}
+    return {"type": KINDS[kind].part, "text": text, **KINDS[kind].of_part}
 
 
 def _item(name: str, kind: str, text: str | None) -> dict[str, Json]:
     """An item of reasoning or of a message; `text` is None while it is said."""
-    item = {
-        "id": _item_id(name, kind),
-        "status": "in_progress" if text is None else "completed",
-        "content": [] if text is None else [_part(kind, text)],
-    }
-    if kind == "reasoning":
-        return {**item, "type": "reasoning", "summary": []}
-    return {**item, "type": "message", "role": "assistant"}
+    status, content = ("in_progress", []) if text is None else ("completed", [_part(kind, text)])
+    return {"id": f"{KINDS[kind].prefix}_{name}", "status": status, "content": content, **KINDS[kind].of_item}
 
 
 def _call(call: Call) -> dict[str, Json]:
-    return {
-        "type": "function_call",
-        "id": f"fc_{call.call_id}",
-        "call_id": call.call_id,
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": "completed",
-    }
+    made = {"type": "function_call", "id": f"fc_{call.call_id}", "call_id": call.call_id, "status": "completed"}
+    return {**made, "name": call.name, "arguments": call.arguments}
 
 
 def _messages(given: Json) -> list[ChatMessage]:
@@ -228,26 +226,16 @@ def _messages(given: Json) -> list[ChatMessage]:
             messages.append(ChatMessage(role="assistant", **turn))
             turn = {}
         if kind == "reasoning":
-            turn["reasoning"] = text_of(item.get("content") or item.get("summary"), f"{where}.content", TEXTS)
+            turn["reasoning"] = text_of(item.get("content") or item.get("summary"), f"{where}.content")
         elif kind == "function_call":
-            turn["calls"] = (*turn.get("calls", ()), _read_call(item, where))
+            turn["calls"] = (*turn.get("calls", ()), read_call({"function": item, "id": item.get("call_id")}, where))
         elif kind == "function_call_output":
-            output = text_of(item.get("output"), f"{where}.output", TEXTS)
+            output = text_of(item.get("output"), f"{where}.output")
             messages.append(ChatMessage(role="tool", content=output, call_id=str(item.get("call_id") or "")))
-        elif kind == "message" and item.get("role") in ROLES:
-            content = text_of(item.get("content"), f"{where}.content", TEXTS)
-            if is_said:
-                turn["content"] = content
-            else:
-                role: Any = ROLES[item["role"]]
-                messages.append(ChatMessage(role=role, content=content))
+        elif kind == "message" and is_said:
+            turn["content"] = text_of(item.get("content"), f"{where}.content")
+        elif kind == "message":
+            messages.append(read_message(item, where))
         else:
             raise refused_field(f"{where}.type", kind, "message, reasoning, function_call or function_call_output")
     return [*messages, ChatMessage(role="assistant", **turn)] if turn else messages
-
-
-def _read_call(item: Mapping[str, Json], where: str) -> Call:
-    name, arguments = item.get("name"), item.get("arguments") or "{}"
-    if not isinstance(name, str) or not isinstance(arguments, str):
-        raise refused_field(where, item, "a call with a name, and arguments as JSON text")
-    return Call(name=name, arguments=arguments, call_id=str(item.get("call_id") or ""))

@@ -24,6 +24,7 @@ class Wishes:
         max_tokens: Most tokens of a response.
         drawing: Of `DRAWING`, the fields that it gave.
         stop: Strings that end a response.
+        stop_token_ids: Tokens that do.
         structure: What a response must be.
         without_effect: Names of fields that it gave and that change nothing here.
     """
@@ -31,6 +32,7 @@ class Wishes:
     max_tokens: int | None = None
     drawing: Mapping[str, Json] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     structure: Structure | None = None
     without_effect: tuple[str, ...] = ()
 
@@ -60,7 +62,9 @@ def decide(
         overridden["max_tokens"] = f"{wishes.max_tokens}->{longest}"
     max_tokens = longest if wishes.max_tokens is None else min(wishes.max_tokens, longest)
     stops = tuple(dict.fromkeys((*own.stop, *wishes.stop)))
-    return replace(own, max_tokens=max_tokens, stop=stops, structure=wishes.structure, **chosen), overridden
+    ends = tuple(dict.fromkeys((*own.stop_token_ids, *wishes.stop_token_ids)))
+    chosen |= {"max_tokens": max_tokens, "stop": stops, "stop_token_ids": ends, "structure": wishes.structure}
+    return replace(own, **chosen), overridden
 
 
 def read_wishes(
@@ -99,8 +103,12 @@ def read_wishes(
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or len(stops) > 16 or not all(isinstance(one, str) and one for one in stops):
         raise refused_field(stop, stops, "a text, or a list of at most 16 texts")
+    ends = body.get("stop_token_ids") or []
+    if not isinstance(ends, list) or len(ends) > 1024 or not all(_is_int(one) and one >= 0 for one in ends):
+        raise refused_field("stop_token_ids", ends, "a list of token ids")
     return Wishes(
         max_tokens=limit,
+        stop_token_ids=tuple(ends),
         drawing={name: body[name] for name in DRAWING if body.get(name) is not None},
         stop=tuple(stops),
         structure=None if schema is None else Structure(json_schema=json.dumps(schema)),

@@ -30,7 +30,7 @@ try:
 
     from rl_rollout.gateway.anthropic_messages import AnthropicMessages, read_messages_request
     from rl_rollout.gateway.chat_completions import ChatCompletions
-    from rl_rollout.gateway.completions import Completions
+    from rl_rollout.gateway.completions import Completions, TokenPrompts
     from rl_rollout.gateway.listening import Listener
     from rl_rollout.gateway.metrics import metrics_text
     from rl_rollout.gateway.owner import OwnerRoutes
@@ -232,6 +232,9 @@ class Gateway:
         agents: list[tuple[str, str, Api, Handler]] = [
             ("POST", "/v1/chat/completions", "openai", partial(self._answered, ChatCompletions)),
             ("POST", "/v1/completions", "openai", partial(self._answered, Completions)),
+            ("POST", "/inference/v1/generate", "openai", partial(self._answered, TokenPrompts)),
+            ("POST", "/{key}/inference/v1/generate", "openai", partial(self._answered, TokenPrompts)),
+            ("GET", "/{key}/v1/models", "openai", self._models),
             ("POST", "/v1/messages", "anthropic", partial(self._answered, AnthropicMessages)),
             ("POST", "/v1/responses", "openai", partial(self._answered, Responses)),
             ("POST", "/v1/messages/count_tokens", "anthropic", self._count_tokens),

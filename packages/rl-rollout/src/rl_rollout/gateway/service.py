@@ -1,7 +1,6 @@
 """Answers requests of sessions with an engine: places them, encodes what is new, and keeps what was sampled."""
 
 import asyncio
-import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,10 @@ import structlog
 from rl_core.data import IntArray
 from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.record_fields import settings_record
-from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, Structure
+from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.encoding import ConversationEncoder
+from rl_rollout.gateway.means import check_length, too_long, within_means
 from rl_rollout.gateway.messages import context_digests
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.replies import ReplyReader
@@ -30,8 +30,6 @@ log = structlog.get_logger(__name__)
 
 VLLM = "vllm:"
 KEPT_OVERHEADS = 4096
-MAX_CHARS_PER_TOKEN = 32
-"""Tokens of text have fewer by far; those of long runs of spaces alone have more."""
 FIRST_TOKEN_S = 5.0
 """Longest time that a stream waits for its first token before it begins."""
 
@@ -48,6 +46,7 @@ class ServiceOptions:
         reasoning: "keep" leaves what was thought in later contexts, so that a conversation stays one trajectory;
             "drop" takes it out, and each turn that had some is a trajectory of its own.
         stop_tokens: Tokens that end a turn, beside the tokenizer's own end token.
+        chats: False tries no chat template at the start, for programs that bring prompts of tokens or text alone.
     """
 
     decided_by: DecidedBy = "run"
@@ -55,6 +54,7 @@ class ServiceOptions:
     reasoning_parser: str | None = None
     reasoning: Literal["keep", "drop"] = "keep"
     stop_tokens: tuple[str, ...] = ()
+    chats: bool = True
 
     def __post_init__(self) -> None:
         """Refuse parsers that do not go together.
@@ -115,6 +115,8 @@ class PolicyService:
         self.overheads_ms: deque[float] = deque(maxlen=KEPT_OVERHEADS)
         self._stop_token_ids = tuple(token for token in stops if token is not None)
         self._encoder = ConversationEncoder(tokenizer, end_token_ids=self._stop_token_ids)
+        if options.chats:
+            self._encoder.try_template()
         self._tokenizer = tokenizer
         self._reader = ReplyReader.of(tokenizer, parser, self._stop_token_ids)
         self._logged: set[str] = set()
@@ -175,19 +177,18 @@ class PolicyService:
         Raises:
             RefusedError: The chat template refuses it.
         """
-        self._check_length(ask)
+        check_length(ask, self.engine.traits)
         toolset = context_digests(ask.tools, ())[0]
         return len(_templated(lambda: self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset)))
 
     async def _answer(self, session: Session, ask: Ask, live: Live | None) -> Answer:
         with session.admit() as (number, name):
             self.counts["turns"] += 1
-            self._check_length(ask)
-            ask = self._within_means(ask)
+            ask = within_means(ask, self.engine.traits, self._tokenizer, decided_by=self.options.decided_by)
             request = self._placed(session, ask, number)
             room = self.engine.traits.max_model_len - len(request.input_ids)
             if room < 1:
-                raise self._too_long(f"{len(request.input_ids)} tokens")
+                raise too_long(f"{len(request.input_ids)} tokens", self.engine.traits)
             sampling, overridden = decide(
                 ask.wishes, session.sampling(number), decided_by=self.options.decided_by, room=room
             )
@@ -219,59 +220,6 @@ class PolicyService:
                 overridden=overridden,
                 log=session.log,
             )
-
-    def _check_length(self, ask: Ask) -> None:
-        """Refuse what would take the event loop long to encode, for nothing.
-
-        Raises:
-            RefusedError: It has too many characters for any context.
-        """
-        if ask.num_chars > MAX_CHARS_PER_TOKEN * self.engine.traits.max_model_len:
-            raise self._too_long(f"{ask.num_chars} characters")
-
-    def _too_long(self, size: str) -> RefusedError:
-        return RefusedError(
-            f"the conversation has {size}; this model's maximum context length is "
-            f"{self.engine.traits.max_model_len} tokens. Shorten the messages.",
-            param="messages",
-            code="context_length_exceeded",
-        )
-
-    def _within_means(self, ask: Ask) -> Ask:
-        """The request with what the engine can do of it; a call that cannot be had by force is left to the model.
-
-        Raises:
-            RefusedError: Names a field that the engine cannot honour, or that cannot train.
-        """
-        traits, wishes, may_force = (
-            self.engine.traits,
-            ask.wishes,
-            self.options.decided_by == "client" or not ask.trains,
-        )
-        if wishes.stop and not traits.can_match_text:
-            raise RefusedError("this engine cannot end a response at stop strings. Leave stop out.", param="stop")
-        if isinstance(ask.prompt, str):
-            ask = replace(ask, prompt=self._tokenizer.encode([ask.prompt], add_special_tokens=True)[0])
-        elif ask.prompt and not 0 <= min(ask.prompt) <= max(ask.prompt) < traits.vocab_size:
-            raise RefusedError(f"token ids of a prompt must be from 0 to {traits.vocab_size - 1}.", param="prompt")
-        if ask.must_call and not (may_force and "json_schema" in traits.structures and wishes.structure is None):
-            ignored = replace(wishes, without_effect=(*wishes.without_effect, "tool_choice"))
-            ask = replace(ask, must_call=(), wishes=ignored)
-        if ask.must_call:
-            return replace(ask, wishes=replace(wishes, structure=Structure(json_schema=_call_schema(ask))))
-        if wishes.structure is None:
-            return ask
-        if not set(wishes.structure.kinds) <= set(traits.structures):
-            raise RefusedError(
-                "this engine cannot follow a structure. Leave response_format out.", param="response_format"
-            )
-        if not may_force:
-            raise RefusedError(
-                "what is sampled under a structure cannot train: its logprobs are those of another distribution. Leave "
-                "response_format out, or send the header x-rl-train: false.",
-                param="response_format",
-            )
-        return ask
 
     def _placed(self, session: Session, ask: Ask, number: int) -> _Request:
         started_at = time.perf_counter()
@@ -442,17 +390,6 @@ def _digests(ask: Ask) -> list[bytes]:
     if isinstance(ask.prompt, str):
         return [digest_of(np.frombuffer(ask.prompt.encode("utf-32-le", "surrogatepass"), dtype=np.int32))]
     return [digest_of(np.array(ask.prompt, dtype=np.int32))]
-
-
-def _call_schema(ask: Ask) -> str:
-    """The JSON schema of a call of one of the tools of which one must be called."""
-    calls = []
-    for function in (tool["function"] for tool in ask.tools):
-        name = function["name"]
-        if name in ask.must_call:
-            properties = {"name": {"const": name}, "arguments": function["parameters"]}
-            calls.append({"type": "object", "properties": properties, "required": [*properties]})
-    return json.dumps({"anyOf": calls})
 
 
 def _templated(encode: Callable[[], IntArray]) -> IntArray:

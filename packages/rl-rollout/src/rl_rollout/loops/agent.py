@@ -10,6 +10,7 @@ import numpy as np
 
 from rl_core.data import Json, Prompt
 from rl_core.errors import RolloutError, SettingsError
+from rl_core.secret_settings import hide
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.gateway import Gateway, Session
 from rl_rollout.loops.agent_options import AgentOptions
@@ -39,7 +40,8 @@ class AgentsLoop(SessionLoop):
         self._options = options
         self._agents = self._made_agents(options)
         self._gateway: Gateway | None = None
-        self._starting: asyncio.Future[None] | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._slots = asyncio.Semaphore(options.max_concurrent)
         self._engines = SessionEngines()
 
@@ -49,17 +51,30 @@ class AgentsLoop(SessionLoop):
         Raises:
             SettingsError: One of them cannot work, or the gateway cannot listen.
         """
-        if self._starting is None or self._starting.get_loop() is not asyncio.get_running_loop():
+        loop = asyncio.get_running_loop()
+        if self._ready is None or self._ready.get_loop() is not loop:
             self.close()
-            self._starting = asyncio.ensure_future(self._start(tokenizer))
-        await asyncio.shield(self._starting)
+            self._ready = loop.create_future()
+            self._serving = loop.create_task(self._serve(tokenizer, self._ready))
+        await asyncio.shield(self._ready)
 
-    async def _start(self, tokenizer: PromptTokenizer | None) -> None:
-        await self._agents.check()
-        gateway = self._make_gateway(tokenizer)
-        await gateway.start()
-        self._slots = asyncio.Semaphore(self._options.max_concurrent)
-        self._gateway = gateway
+    async def _serve(self, tokenizer: PromptTokenizer | None, ready: "asyncio.Future[None]") -> None:
+        """Serve until cancelled, or until the event loop ends."""
+        try:
+            await self._agents.check()
+            gateway = self._make_gateway(tokenizer)
+        except Exception as error:
+            ready.set_exception(error)
+            return
+        try:
+            await gateway.start()
+            self._gateway, self._slots = gateway, asyncio.Semaphore(self._options.max_concurrent)
+            ready.set_result(None)
+            await asyncio.Event().wait()
+        except Exception as error:
+            ready.set_exception(error)
+        finally:
+            await gateway.close()
 
     async def check(self, tokenizer: PromptTokenizer | None) -> list[str]:
         """As `start`, leaving nothing behind; says what a session runs."""
@@ -71,10 +86,9 @@ class AgentsLoop(SessionLoop):
 
     def close(self) -> None:
         """Stop serving, as soon as the event loop runs."""
-        starting, gateway = self._starting, self._gateway
-        self._starting = self._gateway = None
-        if starting is not None and gateway is not None and not starting.get_loop().is_closed():
-            self._closing = asyncio.ensure_future(gateway.close(), loop=starting.get_loop())
+        if self._serving is not None and not self._serving.get_loop().is_closed():
+            self._serving.cancel()
+        self._serving = self._ready = self._gateway = None
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
         """See `AgentLoop.run_group`; starts what was not started, or not on this event loop."""
@@ -123,7 +137,8 @@ class AgentsLoop(SessionLoop):
             wall_s = time.perf_counter() - started_at
             if session.failure is None and not session.tree.samples and not session.faults:
                 how = f": {describe_run(outcome.run)}" if outcome.run else ""
-                session.failure = f"the agent got no answer of the policy{how}"
+                reason = f"the agent got no answer of the policy{how}"
+                session.failure = hide(reason, {"env": dict(self._options.env)})
             result = await gateway.finish(session)
             if result.failure is not None:
                 return result

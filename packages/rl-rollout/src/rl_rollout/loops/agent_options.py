@@ -86,5 +86,10 @@ class AgentOptions:
         for name in ("time_limit_s", "max_output_bytes", "max_concurrent"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} of an agent must be above 0; found {getattr(self, name)}.")
+        if self.time_limit_s > self.limits.wall_s:
+            raise SettingsError(
+                f"limits.wall_s ({self.limits.wall_s:g}) must be at least time_limit_s ({self.time_limit_s:g}): later "
+                "requests of the agent would be refused."
+            )
         if self.gateway.service.decided_by != "run":
             raise SettingsError('gateway.service.decided_by must be "run" where sessions train.')

@@ -192,7 +192,8 @@ async def _relayed(listening: socket.socket, *, url: str) -> AsyncIterator[None]
             for one in writers:
                 one.close()
 
-    async with await asyncio.start_server(relay, sock=listening):
+    async with await asyncio.start_server(relay, sock=listening, start_serving=False) as server:
+        await server.start_serving()  # only here, since a cancelled start would never be closed
         yield
 
 

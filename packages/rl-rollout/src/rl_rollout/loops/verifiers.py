@@ -12,15 +12,23 @@ from typing import Any
 import numpy as np
 
 from rl_core.data import NO_VERSION, BoolArray, FloatArray, IntArray, Json, Prompt, Timings, Trajectory
-from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_core.errors import DataError, MissingExtraError, RolloutError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_core.registry import unknown_name
 from rl_core.secret_settings import hide
 from rl_rollout.audit import SampledSpan
+from rl_rollout.engines.protocol import SamplingParams
+from rl_rollout.gateway import Gateway, GatewayOptions, ServiceOptions, Session, SessionLimits
+from rl_rollout.loops.agent import SessionEngines
 from rl_rollout.loops.outcomes import join_experts
 from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import shown_error
+
+MAX_BODY_BYTES = 256 << 20
+MAX_SESSIONS = 1 << 20
+UNLIMITED = {"max_turns": 1 << 40, "max_tokens": 1 << 40, "max_concurrent": 1024}
+"""verifiers has limits of its own."""
 
 
 @settings_record
@@ -48,8 +56,8 @@ class VerifiersOptions:
 class VerifiersLoop(SessionLoop):
     """Runs an episode of a verifiers environment as a session; each branch of a trace is a trajectory.
 
-    verifiers renders turns as tokens and extends what was sampled; a token endpoint of our own gives it the engine's
-    tokens, and logprobs and versions are taken from there. The episode's reward is the session's: verifiers scores it.
+    verifiers renders turns as tokens and extends what was sampled; the gateway gives it the engine's tokens, and
+    logprobs and versions are taken from there. The episode's reward is the session's: verifiers scores it.
     """
 
     Options = VerifiersOptions
@@ -59,7 +67,8 @@ class VerifiersLoop(SessionLoop):
         self._options = options
         self._verifiers: Any = None
         self._environment: Any = None
-        self._endpoint: Any = None
+        self._gateway: Gateway | None = None
+        self._engines = SessionEngines()
         self._tasks: list[Any] = []
         self._serving: asyncio.Task[None] | None = None
 
@@ -104,7 +113,7 @@ class VerifiersLoop(SessionLoop):
         """Stop serving, as soon as the event loop runs."""
         if self._serving is not None and not self._serving.get_loop().is_closed():
             self._serving.cancel()
-        self._serving = None
+        self._serving = self._gateway = None
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
         """See `AgentLoop.run_group`; starts what was not started, or not on this event loop."""
@@ -114,8 +123,17 @@ class VerifiersLoop(SessionLoop):
 
     async def run_session(self, prompt: Prompt, *, session_index: int, context: LoopContext) -> SessionResult:
         """See `SessionLoop.run_session`."""
-        served = _endpoint_module().Served(prompt=prompt, session_index=session_index, context=context)
-        name, url = self._endpoint.open(served)
+        gateway = self._gateway
+        if gateway is None:
+            raise RolloutError("the agent loop was closed.")
+        session = gateway.open(
+            prompt.uid,
+            session_index,
+            sampling=lambda turn: context.session_sampling(session_index, turn=turn),
+            limits=SessionLimits(**UNLIMITED, wall_s=self._options.timeout_s + 1),
+        )
+        self._engines.add(session, context.engine)
+        url = f"{gateway.url}/{session.key}/v1"
         started_at = time.perf_counter()
         try:
             async with asyncio.timeout(self._options.timeout_s) as deadline:
@@ -125,17 +143,25 @@ class VerifiersLoop(SessionLoop):
                 raise
             return SessionResult(failure=f"the episode took longer than {self._options.timeout_s:g} s")
         finally:
-            self._endpoint.forget(name)
+            gateway.sessions.forget(session)
+            self._engines.drop(session)
         wall_s = time.perf_counter() - started_at
         if not episode.ok:
-            return SessionResult(failure=served.failure or _reason(episode))
-        return SessionResult(trajectories=tuple(_trajectories(episode, served, wall_s=wall_s)))
+            return SessionResult(failure=next(iter(session.faults.values()), None) or _reason(episode))
+        return SessionResult(trajectories=tuple(_trajectories(episode, session, wall_s=wall_s)))
 
     async def _serve(self, is_ready: "asyncio.Future[None]") -> None:
-        self._endpoint = _endpoint_module().TokenEndpoint()
+        options = GatewayOptions(
+            max_body_bytes=MAX_BODY_BYTES,
+            max_sessions=MAX_SESSIONS,
+            service=ServiceOptions(tool_parser=None, chats=False),
+        )
+        tokenizer, sampling = PromptTokenizer.load(Path(self._options.tokenizer)), SamplingParams(max_tokens=1)
+        gateway = Gateway(self._engines.as_engine, tokenizer, options, sampling=sampling)
         try:
-            await self._endpoint.start()
+            await gateway.start()
             async with self._environment.serving():
+                self._gateway = gateway
                 is_ready.set_result(None)
                 await asyncio.Event().wait()
         except (Exception, SystemExit) as error:
@@ -143,7 +169,7 @@ class VerifiersLoop(SessionLoop):
                 raise
             is_ready.set_exception(_refusal("environment", error, self._options.environment))
         finally:
-            await self._endpoint.close()
+            await gateway.close()
 
     def _task(self, prompt: Prompt) -> Any:
         column = self._options.task_column
@@ -167,12 +193,13 @@ class VerifiersLoop(SessionLoop):
         library = self._verifiers
         sampling = {"temperature": context.sampling.temperature, "max_tokens": context.sampling.max_tokens}
         return library.ModelContext(
-            model=_endpoint_module().MODEL, client=self._client(url), sampling=library.SamplingConfig(**sampling)
+            model=GatewayOptions().model, client=self._client(url), sampling=library.SamplingConfig(**sampling)
         )
 
 
-def _trajectories(episode: Any, served: Any, *, wall_s: float) -> list[Trajectory]:
+def _trajectories(episode: Any, session: Session, *, wall_s: float) -> list[Trajectory]:
     """A trajectory for each branch that trains, the session's timings with the last."""
+    spans, samples = session.tree.spans(), session.tree.samples
     trained: set[int] = set()
     trajectories: list[Trajectory] = []
     traces = [trace for trace in episode.traces if trace.agent.trainable]
@@ -182,32 +209,38 @@ def _trajectories(episode: Any, served: Any, *, wall_s: float) -> list[Trajector
                 continue
             ids = np.array(branch.token_ids, dtype=np.int32)
             sampled = np.array(branch.sampled_mask, dtype=np.bool_)
-            columns = columns_of(ids, sampled, served.spans, trained=trained)
+            columns = columns_of(ids, sampled, spans, trained=trained)
             if columns[0].any():
-                trajectories.append(_trajectory(trace, ids, columns, served, output_index=len(trajectories)))
+                trajectories.append(_trajectory(trace, ids, columns, session, output_index=len(trajectories)))
     if not trajectories:
         raise DataError("no branch of the episode has tokens that were sampled.")
     reward_s = sum(trace.timing.scoring.duration for trace in traces)
+    generate_s = sum(sample.generate_s for sample in samples)
     timings = Timings(
-        generate_s=served.generate_s,
-        tools_s=max(wall_s - served.generate_s - reward_s, 0.0),
+        generate_s=generate_s,
+        tools_s=max(wall_s - generate_s - reward_s, 0.0),
         reward_s=reward_s,
-        preemptions=served.num_preempted,
+        preemptions=sum(sample.generation.num_preempted for sample in samples),
     )
     trajectories[-1] = replace(trajectories[-1], timings=timings)
     return trajectories
 
 
 def _trajectory(
-    trace: Any, input_ids: IntArray, columns: tuple[BoolArray, FloatArray, IntArray], served: Any, *, output_index: int
+    trace: Any,
+    input_ids: IntArray,
+    columns: tuple[BoolArray, FloatArray, IntArray],
+    session: Session,
+    *,
+    output_index: int,
 ) -> Trajectory:
     mask, logprobs, versions = columns
     components = {name: part.value for name, part in trace.rewards.items() if part is not None}
-    told = (span.routed_experts for span in served.spans if _begins_with(input_ids, span))
+    told = (span.routed_experts for span in session.tree.spans() if _begins_with(input_ids, span))
     extras: dict[str, Json] = {"ended_by": trace.stop_condition or "done", "num_turns": trace.num_turns}
     return Trajectory(
-        prompt_uid=served.prompt.uid,
-        session_index=served.session_index,
+        prompt_uid=session.prompt_uid,
+        session_index=session.session_index,
         output_index=output_index,
         input_ids=input_ids,
         loss_mask=mask,
@@ -318,7 +351,3 @@ def _library() -> Any:
             f"the agent loop 'verifiers' needs the library verifiers ({error}). "
             "Install rl-rollout[verifiers] as docs/guides/agent-loops.md says: not beside vLLM 0.32."
         ) from error
-
-
-def _endpoint_module() -> Any:
-    return import_module("rl_rollout.loops.token_endpoint")

@@ -1,0 +1,15 @@
+"""An agent that knows nothing of training: a base URL, a key, two turns with OpenAI's SDK."""
+
+import openai
+
+
+async def run_agent(base_url: str, api_key: str, messages: list[dict[str, str]]) -> float:
+    """Ask, and ask to go on; the reward is the share of digits in what the model says."""
+    said = ""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=600) as client:
+        for _ in range(2):
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            message = answer.choices[0].message
+            said += message.content or ""
+            messages = [*messages, message.model_dump(exclude_none=True), {"role": "user", "content": "More."}]
+    return sum(character.isdecimal() for character in said) / max(len(said), 1)
