@@ -27,15 +27,15 @@ try:
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    from rl_rollout.gateway.anthropic_messages import AnthropicMessages, read_messages_request
-    from rl_rollout.gateway.chat_completions import ChatCompletions
-    from rl_rollout.gateway.completions import Completions, TokenPrompts
+    from rl_rollout.gateway.apis.anthropic_messages import AnthropicMessages, read_messages_request
+    from rl_rollout.gateway.apis.chat_completions import ChatCompletions
+    from rl_rollout.gateway.apis.completions import Completions, TokenPrompts
+    from rl_rollout.gateway.apis.responses import Responses
+    from rl_rollout.gateway.apis.streams import WireApi, events
     from rl_rollout.gateway.listening import Listener
     from rl_rollout.gateway.metrics import metrics_text
     from rl_rollout.gateway.owner import OwnerRoutes
     from rl_rollout.gateway.requests import Api, BodyReader, Handler, InWordsOf, secret_of, unless_gone
-    from rl_rollout.gateway.responses import Responses
-    from rl_rollout.gateway.streams import WireApi, events
 except ImportError as error:
     raise MissingExtraError(
         "the gateway needs Starlette, uvicorn, openai and anthropic. Install rl-rollout[gateway] as the README says."
