@@ -160,6 +160,12 @@ def test_text_that_no_context_holds_is_refused_before_it_is_encoded():
     run_within(talk)
 
 
+async def some_turns(*_):
+    """Let the loop turn so often that each token is an event of its own."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("api", ["/v1/chat/completions", "/v1/messages"])
 def test_a_client_that_never_reads_its_stream_is_dropped_and_its_turn_does_not_train(api):
     tokenizer = make_tokenizer()
@@ -167,7 +173,7 @@ def test_a_client_that_never_reads_its_stream_is_dropped_and_its_turn_does_not_t
         lambda *_: encode(tokenizer, "long " * 400 + "<|im_end|>").tolist(),
         end_token_ids=[tokenizer.eos_token_id],
         decode=tokenizer.decoder(),
-        pace=lambda *_: asyncio.sleep(1e-4),  # so that each token is an event of its own
+        pace=some_turns,
     )
 
     async def talk():
@@ -182,6 +188,7 @@ def test_a_client_that_never_reads_its_stream_is_dropped_and_its_turn_does_not_t
                 while not connections:
                     await asyncio.sleep(0.005)
                 (served,) = connections
+                served.transport.set_write_buffer_limits(high=1024)
                 served.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
                 connection.sendall(head(session.key, len(content), api) + content)
                 while connections or session.num_attended or not session.counts["turns"]:

@@ -265,7 +265,7 @@ class Gateway:
             answer = await unless_gone(request, self.service.answer(session, ask))
             return _json(api.whole(answer), answer)
         live = await unless_gone(request, self.service.begin(session, ask))
-        return _stream(events(live, api), live)
+        return _stream(events(live, api, request.is_disconnected), live)
 
     async def _count_tokens(self, request: Request) -> Response:
         session = await self._session(request)

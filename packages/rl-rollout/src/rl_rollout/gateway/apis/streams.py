@@ -1,6 +1,6 @@
 """Answers as server-sent events, whichever API they go out by."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Protocol
 
 from rl_rollout.gateway.asks import Answer, Ask, Live
@@ -44,8 +44,8 @@ class WireApi(Protocol):
         ...
 
 
-async def events(live: Live, api: WireApi) -> AsyncIterator[str]:
-    """The events of an answer under way."""
+async def events(live: Live, api: WireApi, is_gone: Callable[[], Awaitable[bool]]) -> AsyncIterator[str]:
+    """The events of an answer under way, which counts as delivered unless its client is gone at the end."""
     try:
         for event in api.begin(live):
             yield event
@@ -55,7 +55,8 @@ async def events(live: Live, api: WireApi) -> AsyncIterator[str]:
         answer = await live.answer
         for event in api.end(answer):
             yield event
-        answer.deliver()
+        if not await is_gone():  # to whom the server sends nothing, and says nothing of it
+            answer.deliver()
     except RefusedError as error:
         yield api.fail(error)
     finally:
