@@ -106,7 +106,7 @@ def test_agents_that_are_killed_keep_their_traces_and_nothing_trains_twice(tmp_p
     assert max(times.values()) == 1
     arrived, gone_on_from = zip(*(line.split("|") for line in log.read_text().splitlines()), strict=True)
     assert {*gone_on_from} - {*times} <= {""}
-    num_repeated = sum(row.extras.get("repeated", 0) for row in rows)
+    num_repeated = sum(row.extras.get("gateway", {}).get("repeated", 0) for row in rows)
     assert len({*arrived} - {*times}) <= num_repeated  # of several answers to one request, one trains
     assert {session.trajectories[-1].extras["exit_code"] for session in sessions if session.trajectories} >= {0, -9}
 
