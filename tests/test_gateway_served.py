@@ -98,7 +98,7 @@ async def agents_and_kills(served: Served, num_agents: int, num_turns: int, kill
             await asyncio.to_thread(served.kill)
             await asyncio.to_thread(served.start)
 
-    async with asyncio.timeout(280):
+    async with asyncio.timeout(540):
         agents = (one_agent(served.site, index, num_turns, answered) for index in range(num_agents))
         *results, _ = await asyncio.gather(*agents, kills())
     return list(results)
