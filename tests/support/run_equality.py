@@ -6,8 +6,11 @@ from tiny_run import TinyRun
 
 from rl_metrics.trackers.jsonl import read_metrics
 
-MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "agent_loop/", "memory/", "distribution/generate_s")
-"""Metrics that are measured with a clock, or chosen by one (the slowest)."""
+MEASURED = (
+    *("timing_s/", "timing_per_token_ms/", "perf/", "agent_loop/", "memory/", "distribution/generate_s"),
+    *("gateway/overhead_ms/", "rollout/rescored"),
+)
+"""Metrics that are measured with a clock, or chosen by one (the slowest), or on engines that a replay does not ask."""
 
 ASIDE = frozenset({"slowest_session", "health_finding", "health_finding_over"})
 """Events that say how a run does, not what became of it; a tiny run is never healthy."""

@@ -5,13 +5,13 @@ import json
 import anthropic
 import openai
 import pytest
-from chat_model import TOOLS, Speaker, encode, in_turn, make_tokenizer
+from chat_model import CHATML, TOOLS, Speaker, encode, in_turn, make_tokenizer
 from gateway_site import gateway_site
 from gateway_site import run as run_within
 
 from rl_rollout.engines.protocol import EngineTraits
 from rl_rollout.engines.scripted import ScriptedEngine
-from rl_rollout.gateway.responses import read_responses_request
+from rl_rollout.gateway.apis.responses import read_responses_request
 from rl_rollout.gateway.service import ServiceOptions
 
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1.0}}</tool_call>'
@@ -251,3 +251,24 @@ def test_a_result_that_is_an_error_says_so_to_the_model():
             assert given.content[0].text == "True"
 
     run_within(talking)
+
+
+def test_a_message_that_the_template_refuses_is_named():
+    refusal = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('no system here') }}{% endif %}"
+    template = CHATML.replace("{% for m in messages %}", "{% for m in messages %}" + refusal)
+
+    async def test(client, gateway, session):
+        late = {"role": "system", "content": "Be brief."}
+        said = {"role": "assistant", "content": "3"}
+        for history, number in (
+            ([late, USER, said, USER, said, late, USER, said, USER], 6),
+            ([USER, said, late, USER], 3),
+        ):
+            if number == 3:  # what follows a turn that was sampled
+                await client.chat.completions.create(model="any", messages=history[:1])
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(model="any", messages=history)
+            assert f"message {number} of the conversation, of role system" in str(caught.value)
+            assert "no system here" in str(caught.value)
+
+    talk(test, lambda _: "3", template=template)

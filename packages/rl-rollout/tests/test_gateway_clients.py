@@ -14,8 +14,8 @@ from openai.types.chat import ChatCompletionChunk
 
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams
 from rl_rollout.engines.scripted import ScriptedEngine
+from rl_rollout.gateway.apis.chat_completions import ChatCompletions
 from rl_rollout.gateway.asks import Live
-from rl_rollout.gateway.chat_completions import ChatCompletions
 from rl_rollout.gateway.service import ServiceOptions
 
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1.0}}</tool_call>'

@@ -39,15 +39,14 @@ class Talk:
         digests = context_digests(tools, messages)
         place = self.tree.place(digests, messages)
         self.places.append(place)
-        new = messages[place.num_matched :]
         named = {"tools": tools, "toolset": digests[0]}
         if place.turn is not None:
             new_ids = place.turn.new_ids
         elif place.after is None:
-            new_ids = self.encoder.opening_ids(new, **named)
+            new_ids = self.encoder.opening_ids(messages, **named)
         else:
             last = int(place.after.generation.token_ids[-1])
-            new_ids = self.encoder.following_ids(new, after=messages[place.num_matched - 1], last_token=last, **named)
+            new_ids = self.encoder.following_ids(messages, after=place.num_matched, last_token=last, **named)
         self.num_encoded += len(new_ids)
         turn = self.tree.open_turn(place, digests, new_ids, asked_by=messages[-1].role)
         replies = []

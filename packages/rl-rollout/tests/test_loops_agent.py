@@ -225,7 +225,8 @@ def test_check_refuses_what_cannot_run(options, expected, monkeypatch, tmp_path)
     with pytest.raises(SettingsError, match=re.escape(expected)):
         asyncio.run(resolve_loop("agent", options).check(make_tokenizer()))
     assert asyncio.run(resolve_loop("agent", {"command": ["true"]}).check(make_tokenizer())) == [
-        "agent (unconfined): true"
+        "agent (unconfined): true",
+        "the chat template joins its turns, and keeps reasoning",
     ]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl_core.data import Prompt, Trajectory
-from rl_core.errors import EngineError, SettingsError
+from rl_core.errors import DataError, EngineError, SettingsError
 from rl_rollout import AuditOptions, RewardScorer, Rollout, RolloutOptions, SamplingParams, SingleTurnLoop, quick
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.score_audit import Rescored, ScoreAudit
@@ -45,7 +45,7 @@ def trajectory(mask, *, version=3, output=0):
 
 
 def check(engine, rows, served=lambda: 3):
-    return asyncio.run(ScoreAudit(engine, served).check(rows))
+    return asyncio.run(ScoreAudit(engine, served, tolerance=0.3).check(rows))
 
 
 def test_differences_are_those_of_trained_tokens_of_all_trajectories():
@@ -63,13 +63,21 @@ def test_a_turn_in_another_context_is_refused_by_its_place(off):
     mask = [0] + [1] * 10 + [0] * 2 + [1] * 20
     more = np.zeros(len(mask))
     more[13:] = off
-    with pytest.raises(Exception, match=r"output 0: scored again, the 20 tokens from 13 on differ .* another context"):
+    with pytest.raises(DataError, match=r"output 0: scored again, the 20 tokens from 13 on differ .* another context"):
         check(Scoring(more=more), [trajectory(mask)])
 
 
 def test_a_single_token_of_a_short_turn_may_be_rounded():
     more = np.array([0, 0.6, 0, 0, 0])
     assert check(Scoring(more=more), [trajectory([0, 1, 1, 0, 1])]).max_diff == pytest.approx(0.6)
+
+
+def test_the_tolerance_is_the_callers():
+    more = np.array([0, *[0.02] * 40])
+    rows = [trajectory([0] + [1] * 40)]
+    assert check(Scoring(more=more), rows).num_tokens == 40
+    with pytest.raises(DataError, match=r"about 0\.01 is allowed"):
+        asyncio.run(ScoreAudit(Scoring(more=more), None, tolerance=0.01).check(rows))
 
 
 @pytest.mark.parametrize("served", [None, 2, 4])
@@ -92,15 +100,15 @@ def test_scores_of_weights_that_came_meanwhile_count_for_nothing():
 
 @pytest.mark.parametrize("error", [EngineError("no logprobs of prompts"), NotImplementedError()])
 def test_an_engine_that_cannot_score_is_told_of_once(error, caplog):
-    audit = ScoreAudit(Scoring(error=error), lambda: 3)
+    audit = ScoreAudit(Scoring(error=error), lambda: 3, tolerance=0.3)
     found = [asyncio.run(audit.check([trajectory([0, 1])])) for _ in range(2)]
     assert found == [Rescored(num_skipped=1)] * 2
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 5}])
 def test_logprobs_of_another_distribution_are_not_compared(change):
-    assert ScoreAudit(Scoring(), None).can_compare(SAMPLING)
-    assert not ScoreAudit(Scoring(), None).can_compare(replace(SAMPLING, **change))
+    assert ScoreAudit(Scoring(), None, tolerance=0.3).can_compare(SAMPLING)
+    assert not ScoreAudit(Scoring(), None, tolerance=0.3).can_compare(replace(SAMPLING, **change))
 
 
 def run_group(engine, options=EVERY):

@@ -9,6 +9,7 @@ import numpy as np
 from rl_core.data import NO_VERSION, BoolArray, ExpertArray, FloatArray, IntArray, Trajectory
 from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import settings_record
+from rl_core.weights import BFLOAT16_TOLERANCES
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
 
 
@@ -19,11 +20,14 @@ class AuditOptions:
     Attributes:
         share: Of all sessions, from 0 to 1; chosen by seed, prompt and session, never by what they gave.
         rescored_share: Of all sessions, those that the engine scores again too; see `ScoreAudit`.
+        rescored_tolerance: Mean difference of a turn's logprobs, in nats, from which a session that is scored again
+            fails. In bfloat16 0.003 is usual; in float32 it is below 1e-5, and 0.01 finds one changed token.
         seed: Of the choice.
     """
 
     share: float = 1.0
     rescored_share: float = 0.02
+    rescored_tolerance: float = BFLOAT16_TOLERANCES.canary
     seed: int = 0
 
     def __post_init__(self) -> None:

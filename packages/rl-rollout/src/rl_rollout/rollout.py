@@ -115,7 +115,7 @@ class Rollout:
         self._decode = decode
         self._tokenizer = tokenizer
         self._options = options or RolloutOptions()
-        self._score_audit = ScoreAudit(engine, served)
+        self._score_audit = ScoreAudit(engine, served, tolerance=self._options.audit.rescored_tolerance)
         limit = self._options.max_concurrent_groups
         self._slots = None if limit is None else asyncio.Semaphore(limit)
         self._is_started = False

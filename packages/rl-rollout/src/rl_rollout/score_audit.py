@@ -8,7 +8,6 @@ import structlog
 from rl_core.data import FloatArray, Trajectory
 from rl_core.errors import DataError, RLError
 from rl_core.record_fields import record
-from rl_core.weights import BFLOAT16_TOLERANCES
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 
 log = structlog.get_logger(__name__)
@@ -54,14 +53,16 @@ class Rescored:
 class ScoreAudit:
     """Compares kept logprobs with those that the engine gives to the whole sequence."""
 
-    def __init__(self, engine: RolloutEngine, served: ServedVersion | None) -> None:
+    def __init__(self, engine: RolloutEngine, served: ServedVersion | None, *, tolerance: float) -> None:
         """Nothing is asked yet.
 
         Args:
             engine: Sampled the sessions.
             served: Tells which weights it serves; None where these do not change while sessions run.
+            tolerance: See `AuditOptions`.
         """
         self._engine = engine
+        self._tolerance = tolerance
         self._served = served
         self._said: set[str] = set()
 
@@ -92,7 +93,7 @@ class ScoreAudit:
             return skipped
         if not self._serves(versions):
             return skipped
-        found = [_compared(row, score) for row, score in zip(trajectories, scores, strict=True)]
+        found = [_compared(row, score, self._tolerance) for row, score in zip(trajectories, scores, strict=True)]
         return Rescored.total([Rescored(num_sessions=1), *found])
 
     def _serves(self, versions: set[int]) -> bool:
@@ -104,7 +105,7 @@ class ScoreAudit:
             log.warning("sessions_not_scored_again", reason=reason)
 
 
-def _compared(row: Trajectory, scores: FloatArray) -> Rescored:
+def _compared(row: Trajectory, scores: FloatArray, limit: float) -> Rescored:
     """The differences of a trajectory's trained tokens, turn by turn.
 
     Raises:
@@ -113,11 +114,10 @@ def _compared(row: Trajectory, scores: FloatArray) -> Rescored:
     trained = np.flatnonzero(row.loss_mask)
     if not len(trained):
         return Rescored()
-    differences = np.abs(np.asarray(scores, np.float64)[trained] - row.rollout_logprobs[trained])
+    differences = np.abs(scores[trained].astype(np.float64) - row.rollout_logprobs[trained])
     starts = np.flatnonzero(np.diff(trained, prepend=-2) > 1)
     sums = np.add.reduceat(differences, starts)
     sizes = np.diff(starts, append=len(trained))
-    limit = BFLOAT16_TOLERANCES.canary
     for turn in np.flatnonzero(~(sums / (sizes + ROUNDING_TOKENS) <= limit))[:1]:  # never of NaN
         first = trained[starts[turn]]
         raise DataError(

@@ -13,7 +13,13 @@ from rl_rollout.engines import end_token_ids
 from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
-from rl_trainer_parts.rollouts.engines import expert_shape, replica_pool, routes_anew, why_not_replayed
+from rl_trainer_parts.rollouts.engines import (
+    expert_shape,
+    longest_trajectory,
+    replica_pool,
+    routes_anew,
+    why_not_replayed,
+)
 from rl_trainer_parts.settings.schema import Settings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -175,7 +181,7 @@ def _beside(chosen: DistillationOptions) -> str:
 def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
     rollout, trainer = settings.rollout, settings.trainer
     samples = rollout.prompts_per_step * rollout.group_size
-    longest = settings.prompts.max_tokens + rollout.max_response_tokens
+    longest, bound = longest_trajectory(settings), settings.prompts.max_tokens + rollout.max_response_tokens
     epochs = trainer.steps * rollout.prompts_per_step / counts.train
     micro_batches = min(samples, -(-samples * longest // settings.learner.micro_batch_tokens))
     yield "Batches"
@@ -188,7 +194,8 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
         yield f"             steps {skip.steps} from the skip cache {skip.directory} (skip.action = {skip.action})"
     updates = trainer.minibatches * trainer.epochs
     yield f"             in {updates} optimizer update(s), of at most {micro_batches} micro-batches in all"
-    yield f"  tokens     at most {settings.prompts.max_tokens} + {rollout.max_response_tokens} = {longest} a trajectory"
+    made_of = f"{settings.prompts.max_tokens} + {rollout.max_response_tokens} = " if longest == bound else ""
+    yield f"  tokens     at most {made_of}{longest} a trajectory"
     yield from _sharing(settings)
     if longest > settings.learner.micro_batch_tokens:
         yield f"             one longer than learner.micro_batch_tokens = {settings.learner.micro_batch_tokens}"
@@ -209,7 +216,7 @@ def _sharing(settings: Settings) -> Iterator[str]:
     least, rollout = settings.learner.shared_prefix_tokens, settings.rollout
     if least == 0 or settings.policy.learner != "megatron" or rollout.group_size == 1:
         return
-    prompt, longest = settings.prompts.max_tokens, settings.prompts.max_tokens + rollout.max_response_tokens
+    prompt, longest = settings.prompts.max_tokens, longest_trajectory(settings)
     share = (rollout.group_size - 1) * prompt / (rollout.group_size * longest)
     yield f"             a group's prompt is computed once, from {least} tokens on: saves up to {share:.0%}"
 
@@ -255,7 +262,7 @@ def _experts(settings: Settings) -> Iterator[str]:
     if shape is None:
         return
     token = EXPERT_BYTES * math.prod(shape)
-    longest = settings.prompts.max_tokens + rollout.max_response_tokens
+    longest = longest_trajectory(settings)
     step = rollout.prompts_per_step * rollout.group_size * longest * token
     yield f"  experts    {token} bytes a token, in the engine and in trajectories: at most {step / GIB:.2f} GiB a step"
 

@@ -100,6 +100,12 @@ def gpus_per_replica(settings: Settings) -> float:
     return 1.0 if has_choice and visible_gpus() else 0.0
 
 
+def longest_trajectory(settings: Settings) -> int:
+    """Most tokens of a trajectory: `rollout.max_response_tokens` bounds a turn of an agent, and the engine the rest."""
+    longest = settings.prompts.max_tokens + settings.rollout.max_response_tokens
+    return max(longest, settings.engine.max_model_len or 0) if settings.rollout.loop == "agent" else longest
+
+
 def engine_options(settings: Settings) -> Any:
     """The options of the engine that is named, with the context that this run needs."""
     longest = settings.prompts.max_tokens + settings.rollout.max_response_tokens

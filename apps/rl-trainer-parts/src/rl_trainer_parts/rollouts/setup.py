@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -27,6 +28,9 @@ TRAIN = "train"
 """The learner's task in the queue."""
 
 ROUTED_EXPERTS = "routed_experts"
+
+FLOAT32_TOLERANCE = 0.01
+"""Nats by which a turn that is scored again may differ in the mean; a mixture's near ties may go the other way."""
 
 
 def sampling_params(settings: Settings) -> SamplingParams:
@@ -104,6 +108,8 @@ def open_rollout(
     """
     chosen = settings.rollout
     audit = AuditOptions(share=chosen.audit_share, rescored_share=chosen.rescored_share, seed=settings.run.seed)
+    if settings.engine.dtype == "float32":
+        audit = replace(audit, rescored_tolerance=FLOAT32_TOLERANCE)
     scorer = make_scorer(settings, tokenizer, engine)
     try:
         rollout = Rollout(

@@ -1,11 +1,13 @@
 """Conversations as tokens: an opening is encoded whole, and later only what follows a turn that was sampled."""
 
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rl_core.data import IntArray, Json
-from rl_core.errors import SettingsError
+from rl_core.errors import DataError, SettingsError
 from rl_rollout.gateway.messages import ChatMessage, template_messages
+from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.loops.turns import ChatTurns, Role
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 
@@ -46,18 +48,17 @@ class ConversationEncoder:
             toolset: A digest of the tools.
 
         Raises:
-            DataError: The template refuses the messages.
-            SettingsError: It cannot show tools.
+            RefusedError: The template refuses a message, or cannot show tools.
         """
         has_calls = any(message.calls for message in messages)
-        turns = self._turns(toolset, tools, role="tool" if tools and has_calls else "user")
-        return turns.opening_ids(self._as_template(messages, turns))
+        turns = self._turns_for(toolset, tools, role="tool" if tools and has_calls else "user")
+        return _encoded(messages, 0, lambda some: turns.opening_ids(self._as_template(some, turns)))
 
     def following_ids(
         self,
         messages: Sequence[ChatMessage],
         *,
-        after: ChatMessage,
+        after: int,
         last_token: int,
         tools: Sequence[Mapping[str, Json]],
         toolset: bytes,
@@ -65,19 +66,23 @@ class ConversationEncoder:
         """[N] int32 tokens between a turn that was sampled and the next one.
 
         Args:
-            messages: What follows the turn.
-            after: The turn, as the client knows it.
+            messages: The conversation.
+            after: How many of them there are up to the turn, it included.
             last_token: The last token that was sampled for it.
             tools: As chat templates take them.
             toolset: A digest of the tools.
 
         Raises:
-            DataError: The template refuses the messages.
-            SettingsError: It cannot show tools.
+            RefusedError: The template refuses a message, or cannot show tools.
         """
-        turns = self._turns(toolset, tools, role="tool" if after.calls else "user")
-        written = self._as_template(messages, turns, after=after)
-        return turns.following_ids(written, calls=[call.name for call in after.calls], last_token=last_token)
+        turn = messages[after - 1]
+        turns = self._turns_for(toolset, tools, role="tool" if turn.calls else "user")
+
+        def follow(some: Sequence[ChatMessage]) -> IntArray:
+            written = self._as_template(some, turns, after=turn)
+            return turns.following_ids(written, calls=[call.name for call in turn.calls], last_token=last_token)
+
+        return _encoded(messages[after:], after, follow)
 
     def _as_template(
         self, messages: Sequence[ChatMessage], turns: ChatTurns, *, after: ChatMessage | None = None
@@ -88,6 +93,12 @@ class ConversationEncoder:
             arguments_are_text=turns.arguments_are_text,
             after=after,
         )
+
+    def _turns_for(self, toolset: bytes, tools: Sequence[Mapping[str, Json]], *, role: Role) -> ChatTurns:
+        try:
+            return self._turns(toolset, tools, role=role)
+        except SettingsError as error:
+            raise RefusedError(str(error), param="messages") from error
 
     def _turns(self, toolset: bytes, tools: Sequence[Mapping[str, Json]], *, role: Role) -> ChatTurns:
         key = (toolset, role)
@@ -100,3 +111,27 @@ class ConversationEncoder:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return self._known[key]
+
+
+def _encoded(
+    messages: Sequence[ChatMessage], num_before: int, encode: Callable[[Sequence[ChatMessage]], IntArray]
+) -> IntArray:
+    """What the template gives.
+
+    Raises:
+        RefusedError: It refuses the messages; names the first with which it does.
+    """
+
+    def is_refused(count: int) -> bool:
+        try:
+            encode(messages[:count])
+        except DataError:
+            return True
+        return False
+
+    try:
+        return encode(messages)
+    except DataError as error:
+        first = bisect_left(range(1, len(messages)), True, key=is_refused)
+        where = f"message {num_before + first + 1} of the conversation, of role {messages[first].role}"
+        raise RefusedError(f"{where}: {error}", param="messages") from error

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -11,7 +11,7 @@ import numpy as np
 import structlog
 
 from rl_core.data import IntArray
-from rl_core.errors import DataError, RLError, SettingsError
+from rl_core.errors import RLError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
 from rl_rollout.gateway.asks import Answer, Ask, Live
@@ -179,7 +179,7 @@ class PolicyService:
         """
         check_length(ask, self.engine.traits)
         toolset = context_digests(ask.tools, ())[0]
-        return len(_templated(lambda: self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset)))
+        return len(self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset))
 
     async def _answer(self, session: Session, ask: Ask, live: Live | None) -> Answer:
         with session.admit() as (number, name):
@@ -232,7 +232,7 @@ class PolicyService:
         elif (place := tree.place(digests, messages)).turn is not None:
             new_ids = place.turn.new_ids
         else:
-            new_ids = _templated(lambda: self._new_ids(place, ask, digests[0]))
+            new_ids = self._new_ids(place, ask, digests[0])
         self._count_place(session, place, ask)
         turn = tree.open_turn(place, digests, new_ids, asked_by=messages[-1].role if messages else "user")
         return _Request(
@@ -250,8 +250,8 @@ class PolicyService:
         if place.after is None:
             return self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset)
         return self._encoder.following_ids(
-            ask.messages[place.num_matched :],
-            after=ask.messages[place.num_matched - 1],
+            ask.messages,
+            after=place.num_matched,
             last_token=int(place.after.generation.token_ids[-1]),
             tools=ask.tools,
             toolset=toolset,
@@ -390,15 +390,3 @@ def _digests(ask: Ask) -> list[bytes]:
     if isinstance(ask.prompt, str):
         return [digest_of(np.frombuffer(ask.prompt.encode("utf-32-le", "surrogatepass"), dtype=np.int32))]
     return [digest_of(np.array(ask.prompt, dtype=np.int32))]
-
-
-def _templated(encode: Callable[[], IntArray]) -> IntArray:
-    """What the chat template gives.
-
-    Raises:
-        RefusedError: It refuses the messages or the tools.
-    """
-    try:
-        return encode()
-    except (DataError, SettingsError) as error:
-        raise RefusedError(str(error), param="messages") from error

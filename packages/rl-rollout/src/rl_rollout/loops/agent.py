@@ -82,7 +82,8 @@ class AgentsLoop(SessionLoop):
         gateway = self._make_gateway(tokenizer)
         await gateway.start()
         await gateway.close()
-        return [line]
+        reasoning = self._options.gateway.service.reasoning
+        return [line, f"the chat template joins its turns, and {reasoning}s reasoning"]
 
     def close(self) -> None:
         """Stop serving, as soon as the event loop runs."""

@@ -135,6 +135,7 @@ def _trajectory(row: Trajectory, decode: Decode) -> dict[str, Any]:
     response = row.input_ids[row.num_prompt_tokens :]
     versions = row.policy_versions[row.loss_mask]
     return {
+        "parent": row.parent,
         "num_prompt_tokens": row.num_prompt_tokens,
         "num_response_tokens": row.num_response_tokens,
         "num_trained_tokens": int(row.loss_mask.sum()),

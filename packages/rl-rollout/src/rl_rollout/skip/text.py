@@ -173,8 +173,9 @@ def _session(session: Mapping[str, Any], *, is_full: bool) -> Iterator[str]:
 
 
 def _facts(row: Mapping[str, Any]) -> str:
+    branch = "" if row["parent"] is None else f"branches off trajectory {row['parent']}, "
     components = ", ".join(f"{name} {_number(value)}" for name, value in row["reward_components"].items())
-    reward = f"reward {_number(row['reward'])}" + (f" ({components})" if components else "")
+    reward = f"{branch}reward {_number(row['reward'])}" + (f" ({components})" if components else "")
     response = _counted(row["num_response_tokens"], "response token")
     not_sampled = row["num_response_tokens"] - row["num_trained_tokens"]
     tools = f" ({not_sampled:,} not sampled)" if not_sampled else ""

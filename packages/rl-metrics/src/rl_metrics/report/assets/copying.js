@@ -23,6 +23,7 @@ function rowJson(trajectories, row, { text, part }) {
     reward: near(reward[row]),
     components: text.components,
     extras: text.extras,
+    turns: text.turns,
     finish: trajectories.name("finish", row),
     timings: text.timings,
     failure: text.failure,
