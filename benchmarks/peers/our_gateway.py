@@ -9,6 +9,7 @@
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Awaitable
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from _gateway_workload import END_TOKEN, MAX_MODEL_LEN, MODELS, user_message, words
 from _protocol import private_stdout, versions, write
+from numpy.typing import NDArray
 
 from rl_rollout import PromptTokenizer, SamplingParams
 from rl_rollout.engines import ProcessEngine, RolloutEngine, ScriptedEngine, VLLMOptions
@@ -80,11 +81,11 @@ class Ours:
 
     async def memory(self, num_sessions: int, num_turns: int) -> dict[str, Any]:
         """What open sessions hold beside their tokens, by what this process takes of memory."""
-        process, known = psutil.Process(), words()
+        known = words()
         await self._converse("warm-up", num_turns, known)
-        before = process.memory_info().rss
+        before = resident_bytes()
         sessions = [await self._converse(f"p{index}", num_turns, known) for index in range(num_sessions)]
-        held = process.memory_info().rss - before
+        held = resident_bytes() - before
         token_bytes = sum(map(bytes_of_tokens, sessions))
         for session in self.gateway.sessions:
             self.gateway.sessions.forget(session)
@@ -109,10 +110,15 @@ class Ours:
         return session
 
 
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def bytes_of_tokens(session: Session) -> int:
     """Of the arrays that hold them, each once."""
     samples = session.tree.samples
-    arrays = {id(turn.new_ids): turn.new_ids for turn in {sample.turn for sample in samples}}
+    arrays: dict[int, NDArray[Any]] = {id(turn.new_ids): turn.new_ids for turn in {sample.turn for sample in samples}}
     for sample in samples:
         generation = sample.generation
         for array in (generation.token_ids, generation.logprobs, generation.policy_versions, sample.kept_ids):
