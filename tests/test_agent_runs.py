@@ -78,7 +78,7 @@ def test_sessions_of_several_trajectories_train_as_one_and_are_replayed_without_
 
 def test_sessions_go_on_under_new_weights(tmp_path):
     run = make_agent_run(tmp_path)
-    settings = {"engine__max_num_seqs": 2, "trainer__steps": 6, "schedule__max_staleness": 1, **SMALL}
+    settings = {"engine__max_num_seqs": 2, "trainer__steps": 4, "schedule__max_staleness": 1, **SMALL}
     assert train_async_here(run, **settings) == 0
     rows = rows_of(run)
     versions = [{int(v) for v in row.columns["versions"] if v >= 0} for row in rows]
