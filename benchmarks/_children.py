@@ -82,6 +82,7 @@ class Peer:
 
     Attributes:
         name: Of its log.
+        pid: Of its process.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Peer:
                 env={**environment(folder), "PYTHONPATH": paths, **(variables or {})},
                 start_new_session=True,
             )
+        self.pid = self._process.pid
         threading.Thread(target=self._read, daemon=True).start()
         try:
             line = self._line(START_TIMEOUT_S, what="start")

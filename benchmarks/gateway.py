@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import psutil
 from _children import BENCHMARKS, LEFT_OUT, ChildFailedError, Peer
 from _gateway_client import Round, TalkFailedError, talk
 from _gateway_workload import CHAT_64, LONG, MODELS, SCRIPTED, WORKLOADS, Workload, write_chat_policy
@@ -50,6 +51,7 @@ class Told:
 
     Attributes:
         speeds: Tokens a second, of each round.
+        cpu_ms: Of a processor, a turn, of each round: all processes of the system together.
         turn_ms: By the client's clock.
         client_ms: The same without the engine's time.
         service_ms: What the gateway's own clock says of turns without the engine's time.
@@ -57,16 +59,18 @@ class Told:
     """
 
     speeds: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
     turn_ms: list[float] = field(default_factory=list)
     client_ms: list[float] = field(default_factory=list)
     service_ms: list[float] = field(default_factory=list)
     last_ms: list[float] = field(default_factory=list)
 
-    def add(self, seen: Round, told: dict[str, Any]) -> None:
+    def add(self, seen: Round, told: dict[str, Any], *, cpu_s: float) -> None:
         """Add a round, with what the system told of it as its sessions were closed."""
         self.speeds.append(seen.num_tokens / seen.wall_s)
         turns = [1e3 * turn_s for session in seen.turn_s for turn_s in session]
         self.turn_ms += turns
+        self.cpu_ms.append(1e3 * cpu_s / len(turns))
         if told:
             engine_ms = (1e3 * turn_s for session in told["engine_s"] for turn_s in session)
             self.client_ms += [turn - engine for turn, engine in zip(turns, engine_ms, strict=True)]
@@ -202,16 +206,24 @@ def run_round(peer: Peer, workload: Workload, run: Told, *, seed: int, is_whole:
         ChildFailedError: The system failed.
     """
     opened = peer.ask({"operation": "open", "num_sessions": workload.num_sessions}, timeout_s=OPERATION_TIMEOUT_S)
+    cpu_s = -cpu_of(peer)
     try:
         seen = talk(opened["url"], opened["keys"], workload, seed=seed)
     except TalkFailedError as error:
         peer.ask({"operation": "versions"}, timeout_s=OPERATION_TIMEOUT_S)  # says why, where it has ended
         raise ChildFailedError(f"{peer.name}: {error}") from error
+    cpu_s += cpu_of(peer)
     if is_whole and seen.num_tokens != workload.num_tokens:
         raise ChildFailedError(
             f"{peer.name}: {seen.num_tokens} tokens were sampled; {workload.num_tokens} were asked for"
         )
-    run.add(seen, peer.ask({"operation": "close"}, timeout_s=OPERATION_TIMEOUT_S))
+    run.add(seen, peer.ask({"operation": "close"}, timeout_s=OPERATION_TIMEOUT_S), cpu_s=cpu_s)
+
+
+def cpu_of(peer: Peer) -> float:
+    """Seconds of a processor that a system has had; its processes live as long as it does."""
+    root = psutil.Process(peer.pid)
+    return sum(sum(one.cpu_times()[:2]) for one in (root, *root.children(recursive=True)))
 
 
 def add_rows(report: dict[str, Any], workload: str, runs: dict[str, Told]) -> None:
@@ -223,6 +235,7 @@ def add_rows(report: dict[str, Any], workload: str, runs: dict[str, Told]) -> No
         times = {"turn": told.turn_ms, "service": told.service_ms}
         found = {f"{of}_p{share}_ms": quantile(ms, share / 100) for of, ms in times.items() for share in (50, 99)}
         rounds = [round(speed, 1) for speed in told.speeds]
+        found["cpu_ms"] = round(median(told.cpu_ms), 2)
         report["turns"].append({"system": name, "workload": workload, **found, "tokens_per_s_of_rounds": rounds})
     if SERVER in runs:
         ratios = [ours / theirs for ours, theirs in zip(runs[OURS].speeds, runs[SERVER].speeds, strict=True)]
@@ -257,11 +270,11 @@ def tell(what: str, runs: dict[str, Told]) -> None:
 
 def print_report(report: dict[str, Any]) -> None:
     """The tables."""
-    say(f"\n  {'workload':14}{'system':13}{'tokens/s':>10}{'turn p50':>10}{'overhead p50, p99 ms':>24}")
+    say(f"\n  {'workload':14}{'system':13}{'tokens/s':>10}{'turn p50':>10}{'cpu ms':>8}{'overhead p50, p99 ms':>22}")
     for row, turns in zip(report["results"], report["turns"], strict=True):
         overheads = ", ".join(shown(row[f"turn_overhead_p{share}_ms"]) for share in (50, 99))
         line = f"  {row['workload']:14}{row['system']:13}{row['tokens_per_s']:>10,.0f}{turns['turn_p50_ms']:>10,.0f}"
-        say(f"{line}{overheads:>24}")
+        say(f"{line}{turns['cpu_ms']:>8.1f}{overheads:>22}")
     scripted, memory = report["scripted"], report["memory"]
     say(f"\n  scripted engine, {scripted['num_sessions']} sessions: by the gateway's own clock a turn's overhead is ")
     say(f"  {scripted['service_p50_ms']} ms (p50), {scripted['service_p99_ms']} ms (p99)")

@@ -1,6 +1,7 @@
 """The agent example: a program that talks to the gateway alone gives the tokens of a demonstration, and it learns."""
 
 import importlib.util
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -9,7 +10,6 @@ from types import ModuleType
 import numpy as np
 import pytest
 from chat_model import Speaker, run_loop
-from prepared import prepare_here, prepared_folder
 from train_process import TrainProcess
 
 from rl_core.data.records import Prompt
@@ -61,17 +61,11 @@ def test_what_the_program_asks_of_the_gateway_is_a_demonstration(tools: ModuleTy
 
 
 @pytest.mark.soak
-def test_the_policy_learns_through_the_gateway_alone(
-    tools: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_policy_learns_through_the_gateway_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """End to end: real vLLM and Megatron, and a process for each session; the example as it is."""
-    monkeypatch.setattr(tools, "PREPARED", prepared_folder("tools"))
-    if not tools.is_prepared():
-        prepare_here(tools.prepare)
-    prepared = ("policy", *(f"{split}.parquet" for split in ("train", "validation", "test")))
-    places = zip(("policy.path", "prompts.train", "prompts.validation", "prompts.test"), prepared, strict=True)
+    monkeypatch.chdir(ROOT)
+    subprocess.run([sys.executable, ROOT / "examples" / "tools" / "prepare.py"], check=True, timeout=1200)
     words = ["train", str(FOLDER / "settings.toml"), f"--run.directory={tmp_path}"]
-    words += [f"--{setting}={tools.PREPARED / name}" for setting, name in places]
     process = TrainProcess(words, output=tmp_path / "output.txt", environment={"OMP_NUM_THREADS": "2"})
     try:
         assert process.wait(deadline_s=1200.0) == 0, process.text

@@ -135,7 +135,7 @@ VERIFIERS = Environment(
 )
 AGENTS = Environment(
     name="agents",
-    cost="0.2 GB to download, 0.7 GB on disk, about a minute",
+    cost="0.4 GB to download, 1.1 GB on disk, about a minute",
     steps=(("--no-deps", "-r", "locks/agents.txt"),),
     inputs=("locks/agents.txt",),
 )

@@ -33,10 +33,12 @@ def call(name: str, **arguments: Any) -> str:
 SUM = call("add", left=1, right=2)
 AGENTS = {
     "mini-swe-agent": [*MINI, "openai/policy"],
+    "claude-agent-sdk": ["claude.py", "1+2?"],
     "mini-swe-agent, Messages": [*MINI, "anthropic/policy"],
     "smolagents, code": ["smol.py", "code", "1+2?"],
     "smolagents, calls": ["smol.py", "tools", "1+2?"],
     "openai-agents": ["openai_sdk.py", "chat", "1+2?"],
+    "openai-agents, Responses": ["openai_sdk.py", "responses", "1+2?"],
     "pydantic-ai": ["pydantic_agent.py", "openai", "1+2?"],
     "pydantic-ai, Messages": ["pydantic_agent.py", "anthropic", "1+2?"],
 }
@@ -45,18 +47,22 @@ BASH = [
     call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
 ]
 ADDING = [f"<think>hm</think>I add.{SUM}{SUM}", "3 and 3.", SUM, "Yes."]
+HANDING_OVER = [f"I add.{SUM}{SUM}", call("transfer_to_checker"), SUM, "It is 3."]
 SAYS = {
+    "claude-agent-sdk": [f"<think>hm</think>I look.{call('Bash', command='echo 3')}", "It is 3."],
     "mini-swe-agent": BASH,
     "mini-swe-agent, Messages": BASH,
     "smolagents, code": ["I add.\n<code>\nx = add(1, 2)\nprint(x)\n</code>", "<code>\nfinal_answer(x)\n</code>"],
     "smolagents, calls": [SUM, call("final_answer", answer="3")],
-    "openai-agents": [f"I add.{SUM}{SUM}", call("transfer_to_checker"), SUM, "It is 3."],
+    "openai-agents": HANDING_OVER,
+    "openai-agents, Responses": HANDING_OVER,
     "pydantic-ai": ADDING,
     "pydantic-ai, Messages": ADDING,
 }
 FORKS = {
     "smolagents, code": ([1, 1], {"roots_assistant": 1}),  # it writes its calls into what the model said
     "smolagents, calls": ([1, 1], {"roots_assistant": 1}),
+    "openai-agents, Responses": ([2, 2], {"roots_tools": 1}),
     "openai-agents": ([2, 2], {"roots_tools": 1}),  # the second agent has other tools and another system prompt
 }
 """Turns of each trajectory, and roots beside the first; one trajectory and no such root for the others."""
@@ -69,6 +75,7 @@ async def run_agent(gateway: Any, session: Any, name: str, folder: Path) -> tupl
     environment = {
         "ANTHROPIC_API_KEY": session.key,
         "ANTHROPIC_BASE_URL": gateway.url,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "HOME": str(folder),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "MSWEA_CONFIGURED": "true",

@@ -11,7 +11,7 @@ from gateway_site import run as run_within
 
 from rl_rollout.engines.protocol import EngineTraits
 from rl_rollout.engines.scripted import ScriptedEngine
-from rl_rollout.gateway.responses import read_responses_request
+from rl_rollout.gateway.apis.responses import read_responses_request
 from rl_rollout.gateway.service import ServiceOptions
 
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1.0}}</tool_call>'

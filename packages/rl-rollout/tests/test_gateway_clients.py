@@ -1,6 +1,7 @@
 """The SDKs of both providers, as they are, against the gateway: what they get, and what trains of it."""
 
 import asyncio
+import json
 
 import anthropic
 import httpx
@@ -9,9 +10,12 @@ import pytest
 from chat_model import CHATML, THINKING, TOOLS, encode, in_turn, make_tokenizer
 from gateway_site import gateway_site
 from gateway_site import run as run_within
+from openai.types.chat import ChatCompletionChunk
 
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams
 from rl_rollout.engines.scripted import ScriptedEngine
+from rl_rollout.gateway.apis.chat_completions import ChatCompletions
+from rl_rollout.gateway.asks import Live
 from rl_rollout.gateway.service import ServiceOptions
 
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1.0}}</tool_call>'
@@ -107,6 +111,17 @@ def test_openai_streams_what_the_whole_answer_would_be_and_the_next_turn_matches
             assert texts == [f"<think> one,\n two</think>\n\nSo: <b> {CALL}<|im_end|>  3 < 4\n<|im_end|>"]
 
     run(talk)
+
+
+def test_the_event_of_a_streamed_token_is_as_openais_own_type_writes_it():
+    api, live = ChatCompletions({"messages": [{"role": "user", "content": "hi"}]}, "policy"), Live()
+    (first,) = api.begin(live)
+    for kind, name in (("content", "content"), ("reasoning", "reasoning_content")):
+        (event,) = api.piece(0, kind, 'é "\n')
+        chunk = ChatCompletionChunk.model_validate_json(event.removeprefix("data: "))
+        assert getattr(chunk.choices[0].delta, name) == 'é "\n'
+        assert chunk.model_dump(exclude_unset=True) == json.loads(event.removeprefix("data: "))
+        assert chunk.id == ChatCompletionChunk.model_validate_json(first.removeprefix("data: ")).id
 
 
 def test_anthropic_turns_with_thinking_and_tools_are_one_trajectory_streamed_or_not():

@@ -1,12 +1,11 @@
 """What other stacks get of finished sessions: files and a queue, each session once."""
 
-import asyncio
 import json
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from chat_model import in_turn, make_tokenizer
+from chat_model import in_turn
 from gateway_site import gateway_site, run
 from gateway_talk import said
 
@@ -47,9 +46,8 @@ def test_files_have_each_trained_session_once_and_exactly(kept, tmp_path, capsys
     assert "2 trajectories of 1 sessions" in told
     assert "1 sessions that failed" in told
     assert "session-00000000000000ff.finished" in told
-    decode = lambda rows: make_tokenizer().decode(rows, skip_special_tokens=False)
-    done = export_sessions(folder, tmp_path / "out.parquet", decode=decode)
-    assert (done.sessions, done.trajectories, done.failed, len(done.unreadable)) == (1, 2, 1, 1)
+    counts, unreadable = export_sessions(folder, tmp_path / "out.parquet")
+    assert (counts, len(unreadable)) == ({"sessions": 1, "trajectories": 2, "failed": 1}, 1)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["out.jsonl", "out.parquet"]
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     table = pq.read_table(tmp_path / "out.parquet").to_pylist()
@@ -59,23 +57,19 @@ def test_files_have_each_trained_session_once_and_exactly(kept, tmp_path, capsys
         assert cells["rollout_logprobs"] == row.rollout_logprobs.tolist()
         assert line["loss_mask"] == cells["loss_mask"] == row.loss_mask.tolist()
         assert (line["parent"], line["reward"]) == (cells["parent"], cells["reward"]) == (row.parent, 0.5)
-        assert line["reward_components"] == dict(cells["reward_components"]) == {"right": 1.0}
+        assert line["reward_components"] == json.loads(cells["reward_components"]) == {"right": 1.0}
         assert line["metadata"] == json.loads(cells["metadata"]) == {"task": 1}
     assert [line["parent"] for line in lines] == [None, 0]
-    assert table[0]["completion"].startswith("three<|im_end|>\n<|im_start|>user\n")
-    assert table[1]["completion"] == "four<|im_end|>"
 
 
 def test_the_list_says_what_became_of_each(kept, capsys):
-    assert main(["sessions", "list", str(kept[0]), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["sessions"]
-    by_state = sorted((one["state"], one.get("failure") or "", one.get("turns")) for one in found)
-    assert [state[0] for state in by_state] == ["finished", "finished", "finished", "open"]
-    assert by_state[0][2] == 3
-    assert "is no session" in by_state[1][1] or "is no session" in by_state[2][1]
-    assert any(one.get("failure") == "the sandbox died" for one in found)
     assert main(["sessions", "list", str(kept[0])]) == 0
-    assert "the sandbox died" in capsys.readouterr().out
+    names, *lines = [line.split(maxsplit=8) for line in capsys.readouterr().out.splitlines()]
+    assert names[-2:] == ["reward", "failure"]
+    assert sorted(line[1] for line in lines) == ["finished", "finished", "finished", "open"]
+    assert ["p", "0", "3", "1", "16", "0.5"] in [line[2:] for line in lines]
+    assert any(line[2:6] == ["p", "1", "2", "0"] and "the sandbox died" in " ".join(line) for line in lines)
+    assert any("is no session" in " ".join(line) for line in lines)
     assert main(["sessions", "list", str(kept[0] / "none")]) == 2
 
 
@@ -96,11 +90,11 @@ def test_a_queue_gets_each_session_once_also_after_a_kill_in_between(kept, tmp_p
     try:
         queue.issue([Prompt(uid="p", input_ids=np.array([1], np.int32))], num_sessions=2)
         feed = QueueFeed(tmp_path, queue)
-        asyncio.run(feed.put_all())
+        feed.put_all()
         assert len(list(tmp_path.glob("*.queued"))) == 2
         for file in tmp_path.glob("*.queued"):
             file.rename(file.with_suffix(".finished"))  # it was killed after the put
-        asyncio.run(QueueFeed(tmp_path, queue).put_all())
+        QueueFeed(tmp_path, queue).put_all()
         assert len(list(tmp_path.glob("*.queued"))) == 2
         lease = queue.lease("train", groups=1, deadline_s=30)
         assert [key.output_index for key in lease.batch.keys] == [0, 1]

@@ -13,7 +13,7 @@ from gateway_site import gateway_site, run
 
 from rl_rollout.engines.protocol import EngineTraits
 from rl_rollout.engines.scripted import ScriptedEngine
-from rl_rollout.gateway.chat_completions import read_chat_request
+from rl_rollout.gateway.apis.chat_completions import read_chat_request
 from rl_rollout.gateway.sessions import SessionLimits
 
 BODY = {"model": "any", "messages": [{"role": "user", "content": "1+2?"}]}

@@ -85,5 +85,5 @@ def test_it_serves_until_a_signal_and_then_ends_cleanly(folder, tmp_path, capfd,
     assert main(["sessions", "list", str(tmp_path / "sessions")]) == 0
     assert " 2 " in capfd.readouterr().out
     export = ["sessions", "export", str(tmp_path / "sessions"), "--to", str(tmp_path / "out.jsonl")]
-    assert main([*export, "--tokenizer", str(folder)]) == 0
+    assert main(export) == 0
     assert "0 trajectories of 0 sessions" in capfd.readouterr().out

@@ -10,8 +10,7 @@ import msgspec
 
 from rl_core.errors import BrokenEntryError, RLError
 from rl_core.terminal_text import describe_version, escaped_lines, json_text, write_out
-from rl_rollout.serve_command import add_serve
-from rl_rollout.sessions_command import add_sessions
+from rl_rollout.gateway_command import add_gateway
 from rl_rollout.skip.commands import (
     EntryReport,
     Unwanted,
@@ -171,8 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=describe_version("rl-rollout"))
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
-    add_serve(parts)
-    add_sessions(parts)
+    add_gateway(parts)
     cache = parts.add_parser(
         "cache",
         help="skip caches: stored rollouts that a run replays",

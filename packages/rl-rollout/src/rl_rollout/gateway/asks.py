@@ -119,12 +119,13 @@ class Live:
     async def changes(self, *, within_s: float | None = None) -> bool:
         """Wait for news or for the answer; False where neither came in time."""
         if not self.answer.done():
+            limit = None if within_s is None else asyncio.get_running_loop().call_later(within_s, self.news.set)
             try:
-                async with asyncio.timeout(within_s):  # no task for each token
-                    await self.news.wait()
-            except TimeoutError:
-                return False
-        return True
+                await self.news.wait()  # neither a task nor a timeout for each token
+            finally:
+                if limit is not None:
+                    limit.cancel()
+        return bool(self._pieces) or self.answer.done()
 
     def begin(self, name: str, num_prompt_tokens: int, overridden: Mapping[str, str]) -> None:
         """The request is placed, and nothing refuses it."""

@@ -1,127 +1,96 @@
 """Finished sessions for other stacks: as JSON lines, as Parquet, or put into a queue."""
 
-import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import structlog
 
-from rl_core.data import IntArray, Json, Trajectory
 from rl_core.errors import AlreadySettledError, DataError, DeadlineError, RLError, SettingsError
 from rl_core.files import sync_file
 from rl_core.queue import TransferQueue
-from rl_core.record_fields import record
+from rl_core.terminal_text import printable, table_lines, write_out
 from rl_rollout.gateway.journal import FINISHED, OPEN, QUEUED, read_session, session_files
-from rl_rollout.gateway.sessions import Session
 
 log = structlog.get_logger(__name__)
 
+FOUND = 1
 PUT_DEADLINE_S = 5.0
-RETRY_S = 1.0
 ROWS_AT_ONCE = 256
-ARRAYS = {
-    "input_ids": pa.int32(),
-    "loss_mask": pa.bool_(),
-    "rollout_logprobs": pa.float32(),
-    "policy_versions": pa.int32(),
-}
-COLUMNS = {
-    "session": pa.string(),
-    "prompt_uid": pa.string(),
-    "session_index": pa.int32(),
-    "output_index": pa.int32(),
-    "parent": pa.int32(),
-    **{name: pa.list_(kind) for name, kind in ARRAYS.items()},
-    "num_prompt_tokens": pa.int32(),
-    "finish_reason": pa.string(),
-    "reward": pa.float64(),
-    "reward_components": pa.map_(pa.string(), pa.float64()),
-    "metadata": pa.string(),
-}
-TEXTS = {"prompt": pa.string(), "completion": pa.string()}
-Decode = Callable[[Sequence[IntArray]], list[str]]
+LISTED = ("session", "state", "prompt_uid", "session_index", "turns", "forks", "tokens", "reward", "failure")
+TEXT, INT, FLOAT = pa.string(), pa.int32(), pa.float64()
+TOKENS = {"input_ids": INT, "loss_mask": pa.bool_(), "rollout_logprobs": pa.float32(), "policy_versions": INT}
+OF_ROW = {"prompt_uid": TEXT, "session_index": INT, "output_index": INT, "parent": INT, "num_prompt_tokens": INT}
+OF_ROW |= {"finish_reason": TEXT, "reward": FLOAT}
+JSON = ("reward_components", "metadata")
+"""Objects in JSON lines, their texts in Parquet."""
 
 
-@record
-class Exported:
-    """What an export wrote.
+def run_list(arguments: Namespace) -> int:
+    """The command `sessions list`: a line a session, with why it cannot train."""
+    rows = []
+    for file in session_files(_folder(arguments), OPEN, FINISHED, QUEUED):
+        try:
+            session, _ = read_session(file)
+        except DataError as error:
+            rows.append([file.stem, file.suffix[1:], *[""] * 6, str(error)])
+            continue
+        failure = session.result().failure if session.is_finished else session.failure
+        counts = [session.counts[name] for name in ("turns", "forks", "sampled_tokens")]
+        about = [session.prompt_uid, session.session_index, *counts, session.reward, failure]
+        shown = ("" if value is None else printable(str(value)) for value in about)
+        rows.append([file.stem, file.suffix[1:], *shown])
+    write_out("".join(f"{line}\n" for line in table_lines(LISTED, rows, right=LISTED[3:8])))
+    return 0
 
-    Attributes:
-        sessions: That are in the file.
-        trajectories: Its rows.
-        failed: Sessions that have a reason instead, and are left out.
-        unreadable: Why files of sessions were left out.
-    """
 
-    sessions: int
-    trajectories: int
-    failed: int
-    unreadable: tuple[str, ...]
+def run_export(arguments: Namespace) -> int:
+    """The command `sessions export`."""
+    counts, unreadable = export_sessions(_folder(arguments), arguments.to)
+    lines = [f"{arguments.to}: {counts['trajectories']} trajectories of {counts['sessions']} sessions"]
+    if counts["failed"]:
+        lines.append(f"left out: {counts['failed']} sessions that failed; `sessions list` says why")
+    lines += [f"left out: {printable(why, width=None)}" for why in unreadable]
+    write_out("\n".join([*lines, ""]))
+    return FOUND if unreadable else 0
 
 
-def export_sessions(folder: Path, target: Path, *, decode: Decode | None = None) -> Exported:
+def export_sessions(folder: Path, target: Path) -> tuple[Counter[str], list[str]]:
     """Write the trajectories of all finished sessions that have a reward; the file appears whole or not at all.
 
     Args:
         folder: Of the sessions; a gateway may be at work in it.
         target: Ends in .jsonl or .parquet.
-        decode: Adds the texts `prompt` and `completion`.
+
+    Returns:
+        How many "sessions" and "trajectories" the file has, and how many sessions that "failed" it has not; why files
+        of sessions could not be read.
 
     Raises:
         SettingsError: The target has another end.
     """
     if target.suffix not in (".jsonl", ".parquet"):
         raise SettingsError(f"the export must end in .jsonl or .parquet; found {target.name!r}.")
+    counts, unreadable = Counter[str](), list[str]()
+    rows = _rows(folder, counts, unreadable)
     part = target.with_name(f".{target.name}.part")
-    counts, unreadable = [0, 0, 0], []
     try:
-        with part.open("wb") as stream:
-            write = _jsonl(stream) if target.suffix == ".jsonl" else _parquet(stream, has_texts=decode is not None)
-            next(write)
-            for file in session_files(folder, FINISHED, QUEUED):
-                try:
-                    session = read_session(file if file.exists() else file.with_suffix(QUEUED))[0]
-                except DataError as error:
-                    unreadable.append(str(error))
-                    continue
-                result = session.result()
-                if result.failure is None:
-                    write.send([_row(session, row, decode) for row in result.trajectories])
-                    counts[0], counts[1] = counts[0] + 1, counts[1] + len(result.trajectories)
-                counts[2] += result.failure is not None
-            write.close()
+        if target.suffix == ".jsonl":
+            with part.open("wb") as stream:
+                stream.writelines(msgspec.json.encode(row) + b"\n" for row in rows)
+        else:
+            _write_parquet(part, rows)
         sync_file(part)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
-    return Exported(sessions=counts[0], trajectories=counts[1], failed=counts[2], unreadable=tuple(unreadable))
-
-
-def list_sessions(folder: Path) -> Iterator[dict[str, Json]]:
-    """What there is in a folder of sessions, one by one; a failure says why a session cannot train."""
-    for file in session_files(folder, OPEN, FINISHED, QUEUED):
-        about: dict[str, Json] = {"session": file.stem, "state": file.suffix[1:]}
-        try:
-            session, _ = read_session(file)
-        except DataError as error:
-            yield {**about, "failure": str(error)}
-            continue
-        counts = session.counts
-        yield {
-            **about,
-            "prompt_uid": session.prompt_uid,
-            "session_index": session.session_index,
-            "turns": counts["turns"],
-            "forks": counts["forks"],
-            "tokens": counts["sampled_tokens"],
-            "reward": session.reward,
-            "failure": session.result().failure if session.is_finished else session.failure,
-        }
+    return counts, unreadable
 
 
 class QueueFeed:
@@ -134,25 +103,15 @@ class QueueFeed:
             folder: Of the sessions.
             queue: Whoever feeds it prompts has issued the sessions' groups.
         """
-        self.news = asyncio.Event()
         self._folder, self._queue = folder, queue
         self._refused: set[str] = set()
 
-    async def run(self) -> None:
-        """Put what there is, and whatever is finished, until this is cancelled."""
-        while True:
-            await self.put_all()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.news.wait(), RETRY_S)
-            self.news.clear()
-
-    async def put_all(self) -> None:
+    def put_all(self) -> None:
         """Put what there is; what the queue refuses is named in the log, and stays for the next start."""
         for file in session_files(self._folder, FINISHED):
-            if file.stem in self._refused:
-                continue
             try:
-                await asyncio.to_thread(self._put, file)
+                if file.stem not in self._refused:
+                    self._put(file)
             except DeadlineError:
                 return  # the queue is full
             except (RLError, OSError) as error:
@@ -161,58 +120,49 @@ class QueueFeed:
 
     def _put(self, file: Path) -> None:
         session, _ = read_session(file)
-        result = session.result()
+        name, result = (session.prompt_uid, session.session_index), session.result()
         try:
             if result.failure is not None:
-                self._queue.fail(session.prompt_uid, session.session_index, reason=result.failure)
+                self._queue.fail(*name, reason=result.failure)
             else:
-                rows = result.trajectories
-                self._queue.put(session.prompt_uid, session.session_index, rows, deadline_s=PUT_DEADLINE_S)
+                self._queue.put(*name, result.trajectories, deadline_s=PUT_DEADLINE_S)
         except AlreadySettledError as error:
             log.info("gateway_session_was_queued", session=session.session_id, reason=str(error))
         file.rename(file.with_suffix(QUEUED))
 
 
-def _row(session: Session, row: Trajectory, decode: Decode | None) -> dict[str, Any]:
-    texts: dict[str, str] = {}
-    if decode is not None:
-        start = row.num_prompt_tokens
-        texts = dict(zip(TEXTS, decode([row.input_ids[:start], row.input_ids[start:]]), strict=True))
-    return {
-        "session": session.session_id,
-        **{name: getattr(row, name) for name in COLUMNS if name not in ("session", "metadata", *ARRAYS)},
-        **{name: getattr(row, name).tolist() for name in ARRAYS},
-        "metadata": dict(session.metadata),
-        **texts,
-    }
+def _folder(arguments: Namespace) -> Path:
+    folder: Path = arguments.folder
+    if not folder.is_dir():
+        raise SettingsError(f"{folder} is not a folder. Give what `rl-rollout serve` got as --sessions.")
+    return folder
 
 
-def _jsonl(stream: BinaryIO) -> Any:
-    while True:
-        for row in (yield):
-            stream.write(msgspec.json.encode(row) + b"\n")
-
-
-def _parquet(stream: BinaryIO, *, has_texts: bool) -> Any:
-    schema, rows = pa.schema({**COLUMNS, **(TEXTS if has_texts else {})}), []
-    with pq.ParquetWriter(stream, schema) as writer:
+def _rows(folder: Path, counts: Counter[str], unreadable: list[str]) -> Iterator[dict[str, Any]]:
+    """What an export writes, while it counts."""
+    for file in session_files(folder, FINISHED, QUEUED):
         try:
-            while True:
-                rows += yield
-                if len(rows) >= ROWS_AT_ONCE:
-                    writer.write_batch(_batch(rows, schema))
-                    rows = []
-        finally:
-            writer.write_batch(_batch(rows, schema))
+            session, _ = read_session(file if file.exists() else file.with_suffix(QUEUED))
+        except DataError as error:
+            unreadable.append(str(error))
+            continue
+        result = session.result()
+        counts["sessions" if result.failure is None else "failed"] += 1
+        for row in () if result.failure is not None else result.trajectories:
+            counts["trajectories"] += 1
+            yield {
+                "session": session.session_id,
+                **{name: getattr(row, name) for name in OF_ROW},
+                **{name: getattr(row, name).tolist() for name in TOKENS},
+                "reward_components": dict(row.reward_components),
+                "metadata": session.metadata,
+            }
 
 
-def _batch(rows: Sequence[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
-    columns = [
-        {
-            **row,
-            "reward_components": list(row["reward_components"].items()),
-            "metadata": msgspec.json.encode(row["metadata"]).decode(),
-        }
-        for row in rows
-    ]
-    return pa.RecordBatch.from_pylist(columns, schema=schema)
+def _write_parquet(file: Path, rows: Iterator[dict[str, Any]]) -> None:
+    tokens = {name: pa.list_(kind) for name, kind in TOKENS.items()}
+    schema = pa.schema({"session": TEXT, **OF_ROW, **tokens, **dict.fromkeys(JSON, TEXT)})
+    with pq.ParquetWriter(file, schema) as writer:
+        while some := list(islice(rows, ROWS_AT_ONCE)):
+            plain = [{**row, **{name: msgspec.json.encode(row[name]).decode() for name in JSON}} for row in some]
+            writer.write_batch(pa.RecordBatch.from_pylist(plain, schema=schema))

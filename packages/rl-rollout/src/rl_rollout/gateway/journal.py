@@ -19,7 +19,7 @@ import numpy as np
 import structlog
 
 from rl_core.data import IntArray
-from rl_core.errors import DataError, RLError, SettingsError
+from rl_core.errors import DataError, SettingsError
 from rl_core.files import checksum, open_lock_file, open_plain
 from rl_rollout.engines.protocol import Generation, SamplingParams
 from rl_rollout.gateway.messages import ChatMessage, MessageRole
@@ -85,6 +85,8 @@ def _array_as_plain(array: Any) -> Any:
 
 def _plain_as_array(_kind: Any, plain: Any) -> Any:
     dtype, shape, content = plain
+    if dtype not in ("<i2", "<i4", "<f4"):
+        raise ValueError(f"an array must not be of {dtype!r}")
     return np.frombuffer(content, np.dtype(dtype)).reshape(shape)
 
 
@@ -108,16 +110,6 @@ class SessionLog:
         self._numbers = {sample: number for number, sample in enumerate(session.tree.samples)}
         self._is_closed = False
 
-    def opening(self) -> None:
-        """Keep who the session is.
-
-        Raises:
-            RefusedError: It cannot be kept.
-        """
-        opening = msgspec.convert(self._session, _Opening, from_attributes=True)
-        opening.unix_s = time.time()
-        self._append(opening)
-
     def said(self, sample: Sample, digests: Sequence[bytes]) -> None:
         """Keep what the model said.
 
@@ -134,27 +126,34 @@ class SessionLog:
         said.asked_by = turn.asked_by
         said.after = None if turn.after is None else self._numbers[turn.after]
         said.kept_ids = None if kept is sample.generation.token_ids else kept
-        self._append(said)
+        self.append(said)
         self._numbers[sample] = len(self._numbers)
 
     def delivered(self, samples: Sequence[Sample]) -> None:
         """Keep that the client got them; a session that cannot keep it has failed."""
         with suppress(RefusedError):
-            self._append(_Delivered([self._numbers[sample] for sample in samples]))
+            self.append(_Delivered([self._numbers[sample] for sample in samples]))
 
-    def state(self) -> None:
-        """Keep what the session has beside its turns; once it is finished, nothing follows.
+    def state(self, *, is_finished: bool) -> None:
+        """Keep what the session has beside its turns; once that it is finished is kept, nothing follows.
 
         Raises:
             RefusedError: It cannot be kept.
         """
-        self._append(_state(self._session))
-        if self._session.is_finished:
+        state = _state(self._session)
+        state.is_finished = is_finished
+        self.append(state)
+        if is_finished:
             self._is_closed = True
             with suppress(OSError):  # the next start does it
                 self._file.rename(self._file.with_suffix(FINISHED))
 
-    def _append(self, record: msgspec.Struct) -> None:
+    def append(self, record: msgspec.Struct) -> None:
+        """Keep a record.
+
+        Raises:
+            RefusedError: It cannot be kept, and the session has failed.
+        """
         if self._is_closed:
             raise RefusedError("the session has ended.", kind="permission_error", code="session_limit")
         try:
@@ -178,13 +177,11 @@ class Journal:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.fdopen(open_lock_file(folder / "lock"), "wb")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError(f"another gateway keeps its sessions in {folder}. Name another folder.") from None
         except OSError as error:
             raise SettingsError(f"sessions cannot be kept in {folder}: {error}.") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise SettingsError(f"another gateway keeps its sessions in {folder}. Name another folder.") from None
 
     def close(self) -> None:
         """Leave the folder to others. Can be called twice."""
@@ -197,12 +194,14 @@ class Journal:
             RefusedError: It cannot be kept.
         """
         file = self.folder / f"{session.session_id}{OPEN}"
+        opening = msgspec.convert(session, _Opening, from_attributes=True)
+        opening.unix_s = time.time()
         try:
             file.touch(mode=0o600, exist_ok=False)
             session.log = SessionLog(session, file, size=_write(file, MAGIC, at=0))
         except OSError as error:
             raise RefusedError(f"the gateway cannot keep the session: {error}", kind="api_error") from error
-        session.log.opening()
+        session.log.append(opening)
 
     def restore(self, sampling: Callable[[int], SamplingParams]) -> Iterator[Session]:
         """The sessions that were open when the last gateway ended; files that are none are named in the log."""
@@ -251,7 +250,7 @@ def read_session(file: Path, sampling: Callable[[int], SamplingParams] | None = 
             session, size = _opened(opening, sampling), place
             for record, size in records:  # noqa: B007 - the last one is the result
                 _take(session, record)
-        except (RLError, ValueError, TypeError, IndexError, RecursionError, OSError, msgspec.MsgspecError) as error:
+        except Exception as error:  # the file of a stranger may make any library raise
             raise DataError(f"{file} is no session that can be read: {error}. Move it away.") from error
     return session, size
 

@@ -15,7 +15,6 @@ from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.journal import Journal
 from rl_rollout.gateway.offers import Offers
-from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.service import PolicyService, ServiceOptions
 from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
 from rl_rollout.loops.protocol import SessionResult
@@ -28,15 +27,15 @@ try:
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    from rl_rollout.gateway.anthropic_messages import AnthropicMessages, read_messages_request
-    from rl_rollout.gateway.chat_completions import ChatCompletions
-    from rl_rollout.gateway.completions import Completions, TokenPrompts
+    from rl_rollout.gateway.apis.anthropic_messages import AnthropicMessages, read_messages_request
+    from rl_rollout.gateway.apis.chat_completions import ChatCompletions
+    from rl_rollout.gateway.apis.completions import Completions, TokenPrompts
+    from rl_rollout.gateway.apis.responses import Responses
+    from rl_rollout.gateway.apis.streams import WireApi, events
     from rl_rollout.gateway.listening import Listener
     from rl_rollout.gateway.metrics import metrics_text
     from rl_rollout.gateway.owner import OwnerRoutes
     from rl_rollout.gateway.requests import Api, BodyReader, Handler, InWordsOf, secret_of, unless_gone
-    from rl_rollout.gateway.responses import Responses
-    from rl_rollout.gateway.streams import WireApi, events
 except ImportError as error:
     raise MissingExtraError(
         "the gateway needs Starlette, uvicorn, openai and anthropic. Install rl-rollout[gateway] as the README says."
@@ -127,11 +126,12 @@ class Gateway:
         self.options = options or GatewayOptions()
         self.service = PolicyService(engine, tokenizer, self.options.service)
         self.offers = Offers()
-        self.sessions = Sessions(max_sessions=self.options.max_sessions)
+        self.journal = None if self.options.sessions is None else Journal(self.options.sessions)
+        begin = None if self.journal is None else self.journal.begin
+        self.sessions = Sessions(max_sessions=self.options.max_sessions, begin=begin)
         self.owner_key = self.options.owner_key or f"rl-owner-{secrets.token_urlsafe(32)}"
         self.url = ""
         self._sampling = sampling
-        self.journal = None if self.options.sessions is None else Journal(self.options.sessions)
         for session in self.journal.restore(self._drawn) if self.journal else ():
             self.sessions.adopt(session)
         self._on_finished = on_finished
@@ -189,20 +189,13 @@ class Gateway:
         Raises:
             RefusedError: Too many are open.
         """
-        session = self.sessions.open(
+        return self.sessions.open(
             prompt_uid=prompt_uid,
             session_index=session_index,
             sampling=sampling or self._drawn,
             limits=limits,
             metadata=metadata,
         )
-        if self.journal is not None:
-            try:
-                self.journal.begin(session)
-            except RefusedError:
-                self.sessions.forget(session)
-                raise
-        return session
 
     async def finish(self, session: Session) -> SessionResult:
         """End a session: its requests are aborted, and what it has is audited.
@@ -210,12 +203,7 @@ class Gateway:
         Raises:
             RefusedError: That it is finished cannot be kept, so it is not.
         """
-        session.is_finished = True
-        try:
-            session.keep()
-        except RefusedError:
-            session.is_finished = False
-            raise
+        session.keep(is_finished=True)
         self.sessions.forget(session)
         if session.running:
             await self.service.engine.abort(set(session.running))

@@ -188,14 +188,14 @@ class Session:
         self.reward, self.reward_components = float(reward), dict(components or {})
         self.keep()
 
-    def keep(self) -> None:
-        """Have what the session has beside its turns kept.
+    def keep(self, *, is_finished: bool = False) -> None:
+        """Have what the session has beside its turns kept on disk.
 
         Raises:
             RefusedError: It cannot be.
         """
         if self.log is not None:
-            self.log.state()
+            self.log.state(is_finished=is_finished)
 
     def result(self) -> SessionResult:
         """The session's trajectories with its reward, audited; a session that failed has none that train.
@@ -240,9 +240,9 @@ class Session:
 class Sessions:
     """All sessions that are open, by key and by id."""
 
-    def __init__(self, *, max_sessions: int = 4096) -> None:
-        """Open none yet."""
-        self._max_sessions = max_sessions
+    def __init__(self, *, max_sessions: int = 4096, begin: Callable[[Session], None] | None = None) -> None:
+        """Open none yet; `begin` gets each before it is served."""
+        self._max_sessions, self._begin = max_sessions, begin
         self._by_key: dict[bytes, Session] = {}
         self._by_id: dict[str, Session] = {}
 
@@ -283,6 +283,8 @@ class Sessions:
             sampling=sampling,
             metadata=dict(metadata or {}),
         )
+        if self._begin is not None:
+            self._begin(session)
         self.adopt(session)
         return session
 

@@ -1,79 +1,64 @@
 """The gateway as a program of its own: an engine, sessions over HTTP, and a clean end."""
 
 import asyncio
-import os
 import secrets
 import signal
+from argparse import Namespace
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from rl_core.errors import SettingsError
 from rl_core.files import read_plain
 from rl_core.queue import SharedMemoryQueue
-from rl_core.record_fields import settings_record
 from rl_core.terminal_text import write_out
+from rl_rollout.engines.options import TransformersOptions, VLLMOptions
+from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
+from rl_rollout.engines.registry import engine_class
 from rl_rollout.gateway.exports import QueueFeed
 from rl_rollout.gateway.server import Gateway, GatewayOptions
+from rl_rollout.gateway.service import ServiceOptions
 from rl_rollout.gateway.sessions import SessionLimits
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 
+ENGINE_OPTIONS: dict[str, Any] = {"vllm": VLLMOptions, "transformers": TransformersOptions}
 ENDLESS = SessionLimits(max_turns=1 << 40, max_tokens=1 << 50, max_concurrent=1024, wall_s=1e9)
 MAX_KEY_BYTES = 4096
+FEED_S = 1.0
+OF_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+OF_SERVICE = ("decided_by", "tool_parser", "reasoning_parser", "reasoning", "stop_tokens")
 
 
-@settings_record
-class StandaloneOptions:
-    """What a gateway does that stands alone.
-
-    Attributes:
-        sampling: How turns are drawn, where the client does not say.
-        owner_key_file: Holds the owner's key; made where it is not there. None makes a key up and shows it.
-        opens_session: Open one session without limits, and show its key.
-        queue: Address of an `rl_core.queue.SharedMemoryQueue` that gets each finished session.
-    """
-
-    sampling: SamplingParams
-    owner_key_file: Path | None = None
-    opens_session: bool = False
-    queue: str | None = None
-
-
-def owner_key(file: Path) -> str:
-    """The key in a file, which is made, for its user alone, where it is not there.
+def run_serve(arguments: Namespace) -> int:
+    """The command `serve`: until SIGINT or SIGTERM; requests under way then get some seconds.
 
     Raises:
-        SettingsError: It cannot be read or made.
+        RLError: Something cannot be served; the message says what to do.
     """
-    try:
-        made = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        return read_plain(file, max_bytes=MAX_KEY_BYTES, error=SettingsError).decode(errors="replace").strip()
-    except OSError as error:
-        raise SettingsError(f"the owner's key cannot be kept in {file}: {error.strerror}.") from error
-    with os.fdopen(made, "w") as stream:
-        stream.write(f"rl-owner-{secrets.token_urlsafe(32)}\n")
-    return owner_key(file)
+    asyncio.run(_serve(arguments))
+    return 0
 
 
-async def serve(
-    engine: RolloutEngine, tokenizer: PromptTokenizer, options: GatewayOptions, alone: StandaloneOptions
-) -> None:
-    """Serve until SIGINT or SIGTERM; requests under way then get some seconds.
-
-    Args:
-        engine: Not started.
-        tokenizer: The policy's.
-        options: How to listen.
-        alone: What else to do.
-
-    Raises:
-        SettingsError: The chat template cannot join turns, or the address is taken.
-        EngineError: The engine cannot start.
-    """
-    feed = _feed(options.sessions, alone.queue)
-    told = None if feed is None else (lambda _session, _result: feed.news.set())
-    gateway = Gateway(engine, tokenizer, options, sampling=alone.sampling, on_finished=told)
+async def _serve(arguments: Namespace) -> None:
+    given, feed, key_file = vars(arguments), _feed(arguments), arguments.owner_key_file
+    template = None if arguments.chat_template is None else arguments.chat_template.read_text()
+    tokenizer = PromptTokenizer.load(arguments.folder, chat_template=template)
+    engine = _engine(arguments)
+    gateway = Gateway(
+        engine,
+        tokenizer,
+        GatewayOptions(
+            **{name: given[name] for name in ("host", "port", "sessions")},
+            model=arguments.model or arguments.folder.resolve().name,
+            owner_key=None if key_file is None else _owner_key(key_file),
+            service=ServiceOptions(**{name: given[name] for name in OF_SERVICE}),
+        ),
+        sampling=SamplingParams(**{name: given[name] for name in OF_SAMPLING}),
+    )
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)  # type: ignore[union-attr]  # a coroutine runs in a task
@@ -82,45 +67,62 @@ async def serve(
         with suppress(asyncio.CancelledError):
             await engine.start()
             await gateway.start()
-            write_out(greeting(gateway, alone))
-            await (asyncio.Event().wait() if feed is None else feed.run())
+            write_out(_greeting(gateway, key_file, opens_session=arguments.open_session))
+            while True:
+                await asyncio.sleep(FEED_S)
+                await asyncio.to_thread(feed)
     finally:
         await gateway.close()
         await engine.close()
-        if feed is not None:
-            await feed.put_all()
+        feed()
 
 
-def _feed(sessions: Path | None, queue: str | None) -> QueueFeed | None:
-    if queue is None:
-        return None
-    if sessions is None:
-        raise SettingsError("a queue needs a folder of sessions (--sessions), so that none is lost on the way to it.")
-    return QueueFeed(sessions, SharedMemoryQueue.connect(queue))
+def _engine(arguments: Namespace) -> RolloutEngine:
+    """The engine that is asked for; not started."""
+    name = arguments.engine
+    try:
+        options = msgspec.json.decode(arguments.engine_options, type=dict[str, Any])
+        made = ENGINE_OPTIONS[name](**options) if name in ENGINE_OPTIONS else options
+        if arguments.engine_process:
+            return ProcessEngine(name, arguments.folder, made, host=EnginePlacement())
+        engine: RolloutEngine = engine_class(name)(arguments.folder, made)
+    except (msgspec.MsgspecError, TypeError) as error:
+        fields = ", ".join(getattr(ENGINE_OPTIONS.get(name), "__dataclass_fields__", ("as the engine names them",)))
+        raise SettingsError(
+            f"--engine-options must be a JSON object of options of {name}: {error}. Fields: {fields}."
+        ) from None
+    return engine
 
 
-def greeting(gateway: Gateway, alone: StandaloneOptions) -> str:
+def _owner_key(file: Path) -> str:
+    """The key in a file, which is made, for its user alone, where it is not there."""
+    if not file.exists():
+        file.touch(mode=0o600)
+        file.write_text(f"rl-owner-{secrets.token_urlsafe(32)}\n")
+    return read_plain(file, max_bytes=MAX_KEY_BYTES, error=SettingsError).decode(errors="replace").strip()
+
+
+def _feed(arguments: Namespace) -> Callable[[], None]:
+    """Puts finished sessions into the queue that is named, if one is."""
+    if arguments.queue is None:
+        return lambda: None
+    if arguments.sessions is None:
+        raise SettingsError("--queue needs --sessions FOLDER, so that no session is lost on the way to the queue.")
+    return QueueFeed(arguments.sessions, SharedMemoryQueue.connect(arguments.queue)).put_all
+
+
+def _greeting(gateway: Gateway, key_file: Path | None, *, opens_session: bool) -> str:
     """Where the gateway is, and how one begins."""
     url, traits = gateway.url, gateway.service.engine.traits
-    file = alone.owner_key_file
-    shown = gateway.owner_key if file is None else f"$(cat {file})"
-    lines = [
-        f"Serving {gateway.options.model} at {url} ({traits.name}, up to {traits.max_model_len} tokens).",
-        f"The owner's key is {gateway.owner_key}" if file is None else f"The owner's key is in {file}",
-        "",
-        "Open a session; the answer has its key:",
-        f'  curl -s {url}/sessions -H "Authorization: Bearer {shown}" -d \'{{"group": "my-prompt"}}\'',
-    ]
-    key = "KEY_OF_THE_SESSION"
-    if alone.opens_session:
-        key = gateway.open("standing", limits=ENDLESS).key
-        lines[2:] = ["", f"A session without limits is open; its key is {key}"]
-    return "\n".join(
-        [
-            *lines,
-            "Connect an SDK:",
-            f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} python agent.py",
-            f"  ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key} python agent.py",
-            "",
-        ]
+    owner, kept = (gateway.owner_key,) * 2 if key_file is None else (f"$(cat {key_file})", f"in {key_file}")
+    key = gateway.open("standing", limits=ENDLESS).key if opens_session else "KEY_OF_THE_SESSION"
+    begun = f"A session without limits is open; its key is {key}\n" if opens_session else ""
+    return (
+        f"Serving {gateway.options.model} at {url} ({traits.name}, up to {traits.max_model_len} tokens).\n"
+        f"The owner's key is {kept}\n{begun}\n"
+        "Open a session; the answer has its key:\n"
+        f'  curl -s {url}/sessions -H "Authorization: Bearer {owner}" -d \'{{"group": "my-prompt"}}\'\n'
+        "Connect an SDK:\n"
+        f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} python agent.py\n"
+        f"  ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key} python agent.py\n"
     )

@@ -7,9 +7,17 @@ from typing import Any
 from anthropic.types import Message
 
 from rl_core.data import Json
+from rl_rollout.gateway.apis.reading import (
+    as_list,
+    check_fields,
+    read_choice,
+    read_schema,
+    read_tools,
+    text_field,
+    text_of,
+)
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.messages import Call, ChatMessage
-from rl_rollout.gateway.reading import as_list, check_fields, read_choice, read_schema, read_tools, text_field, text_of
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.sampling import read_wishes
 from rl_rollout.gateway.tree import Sample

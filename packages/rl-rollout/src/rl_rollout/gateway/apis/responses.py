@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from openai.types.responses import Response
 
 from rl_core.data import Json
+from rl_rollout.gateway.apis.chat_completions import OpenAIApi, read_call, read_message
+from rl_rollout.gateway.apis.reading import as_list, check_fields, read_choice, read_schema, read_tools, text_of
 from rl_rollout.gateway.asks import Answer, Ask, Live
-from rl_rollout.gateway.chat_completions import OpenAIApi, read_call, read_message
 from rl_rollout.gateway.messages import Call, ChatMessage
-from rl_rollout.gateway.reading import as_list, check_fields, read_choice, read_schema, read_tools, text_of
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.sampling import read_wishes
 

@@ -8,9 +8,9 @@ from typing import Any
 from openai.types import Completion
 
 from rl_core.data import Json
+from rl_rollout.gateway.apis.chat_completions import OpenAIApi, data, usage
+from rl_rollout.gateway.apis.reading import asks_for_usage, check_fields, read_num_choices
 from rl_rollout.gateway.asks import Answer, Ask, Live
-from rl_rollout.gateway.chat_completions import OpenAIApi, data, usage
-from rl_rollout.gateway.reading import asks_for_usage, check_fields, read_num_choices
 from rl_rollout.gateway.refusals import refused_field
 from rl_rollout.gateway.sampling import read_wishes
 from rl_rollout.gateway.tree import Sample

@@ -10,9 +10,7 @@ from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from rl_core.data import Json
-from rl_rollout.gateway.asks import Answer, Ask, Live
-from rl_rollout.gateway.messages import Call, ChatMessage
-from rl_rollout.gateway.reading import (
+from rl_rollout.gateway.apis.reading import (
     as_list,
     asks_for_usage,
     check_fields,
@@ -22,6 +20,8 @@ from rl_rollout.gateway.reading import (
     read_tools,
     text_of,
 )
+from rl_rollout.gateway.asks import Answer, Ask, Live
+from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.sampling import read_wishes
 from rl_rollout.gateway.tree import Sample
