@@ -121,7 +121,13 @@ def bytes_of_tokens(session: Session) -> int:
     arrays: dict[int, NDArray[Any]] = {id(turn.new_ids): turn.new_ids for turn in {sample.turn for sample in samples}}
     for sample in samples:
         generation = sample.generation
-        for array in (generation.token_ids, generation.logprobs, generation.policy_versions, sample.kept_ids):
+        kept: list[NDArray[Any]] = [
+            generation.token_ids,
+            generation.logprobs,
+            generation.policy_versions,
+            sample.kept_ids,
+        ]
+        for array in kept:
             arrays[id(array)] = array
     return sum(array.nbytes for array in arrays.values())
 

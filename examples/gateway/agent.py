@@ -1,9 +1,11 @@
 """An agent that knows nothing of training: a base URL, a key, two turns with OpenAI's SDK."""
 
+from typing import Any
+
 import openai
 
 
-async def run_agent(base_url: str, api_key: str, messages: list[dict[str, str]]) -> float:
+async def run_agent(base_url: str, api_key: str, messages: list[Any]) -> float:
     """Ask, and ask to go on; the reward is the share of digits in what the model says."""
     said = ""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=600) as client:

@@ -37,7 +37,10 @@ class GatewayRollout:
         """Sessions of a batch, one a prompt: TRL repeats each prompt `num_generations` times."""
         rows = self._wait(self._roll_out(prompts, trainer))
         starts = [row.num_prompt_tokens for row in rows]
-        cut = lambda name: [getattr(row, name)[start:].tolist() for row, start in zip(rows, starts, strict=True)]
+
+        def cut(name: str) -> list[list[Any]]:
+            return [getattr(row, name)[start:].tolist() for row, start in zip(rows, starts, strict=True)]
+
         return {
             "prompt_ids": [row.input_ids[:start].tolist() for row, start in zip(rows, starts, strict=True)],
             "completion_ids": cut("input_ids"),
@@ -54,7 +57,7 @@ class GatewayRollout:
         await self._engine.update_weights(update)
         return await asyncio.gather(*(self._session(index, prompt) for index, prompt in enumerate(prompts)))
 
-    async def _session(self, index: int, messages: list[dict[str, str]]) -> Trajectory:
+    async def _session(self, index: int, messages: list[Any]) -> Trajectory:
         session = self._gateway.open("batch", index)
         session.set_reward(await run_agent(f"{self._gateway.url}/v1", session.key, messages))
         result = await self._gateway.finish(session)
@@ -93,7 +96,8 @@ def train(folder: Path, output: Path, *, steps: int) -> list[dict[str, Any]]:
         rollout_func=GatewayRollout(folder, sampling=SamplingParams(max_tokens=16, temperature=config.temperature)),
     )
     trainer.train()
-    return trainer.state.log_history
+    history: list[dict[str, Any]] = trainer.state.log_history
+    return history
 
 
 def main() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 from rl_core.data import Json
 from rl_core.errors import MissingExtraError, SettingsError
 from rl_core.record_fields import settings_record
-from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
+from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.journal import Journal
 from rl_rollout.gateway.offers import Offers
-from rl_rollout.gateway.service import PolicyService, ServiceOptions
+from rl_rollout.gateway.service import GatewayEngine, PolicyService, ServiceOptions
 from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.prompts.tokenizer import PromptTokenizer
@@ -104,7 +104,7 @@ class Gateway:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: GatewayEngine,
         tokenizer: PromptTokenizer,
         options: GatewayOptions | None = None,
         *,

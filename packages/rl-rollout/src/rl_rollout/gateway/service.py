@@ -3,9 +3,9 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import structlog
@@ -13,7 +13,7 @@ import structlog
 from rl_core.data import IntArray
 from rl_core.errors import RLError, SettingsError
 from rl_core.record_fields import settings_record
-from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.encoding import ConversationEncoder
 from rl_rollout.gateway.means import check_length, too_long, within_means
@@ -32,6 +32,17 @@ VLLM = "vllm:"
 KEPT_OVERHEADS = 4096
 FIRST_TOKEN_S = 5.0
 """Longest time that a stream waits for its first token before it begins."""
+
+
+class GatewayEngine(Protocol):
+    """What a gateway asks of an engine; see `RolloutEngine`, which has it all."""
+
+    @property
+    def traits(self) -> EngineTraits: ...  # noqa: D102
+
+    async def generate(self, request: GenerateRequest) -> list[Generation]: ...  # noqa: D102
+
+    async def abort(self, request_ids: Collection[str]) -> None: ...  # noqa: D102
 
 
 @settings_record
@@ -93,7 +104,7 @@ class PolicyService:
         overheads_ms: Milliseconds of the last turns beside the engine's.
     """
 
-    def __init__(self, engine: RolloutEngine, tokenizer: PromptTokenizer, options: ServiceOptions) -> None:
+    def __init__(self, engine: GatewayEngine, tokenizer: PromptTokenizer, options: ServiceOptions) -> None:
         """Try the chat template.
 
         Args:

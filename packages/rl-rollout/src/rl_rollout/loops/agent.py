@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 
@@ -160,7 +159,7 @@ class AgentsLoop(SessionLoop):
         if tokenizer is None:
             raise SettingsError("the agent loop 'agent' needs a tokenizer. Give Rollout one: tokenizer=...")
         sampling = SamplingParams(max_tokens=1)  # each session brings its own
-        return Gateway(self._engines.as_engine, tokenizer, self._options.gateway, sampling=sampling)
+        return Gateway(self._engines, tokenizer, self._options.gateway, sampling=sampling)
 
 
 def _timed(result: SessionResult, run: AgentRun | None, *, wall_s: float) -> SessionResult:
@@ -180,11 +179,6 @@ class SessionEngines:
         """Begin with none."""
         self._by_session: dict[str, RolloutEngine] = {}
         self._latest: RolloutEngine | None = None
-
-    @property
-    def as_engine(self) -> RolloutEngine:
-        """This object, as an engine that does what a gateway asks of one."""
-        return cast(RolloutEngine, self)
 
     def add(self, session: Session, engine: RolloutEngine) -> None:
         """Have an engine answer a session."""

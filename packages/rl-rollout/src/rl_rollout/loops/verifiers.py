@@ -157,7 +157,7 @@ class VerifiersLoop(SessionLoop):
             service=ServiceOptions(tool_parser=None, chats=False),
         )
         tokenizer, sampling = PromptTokenizer.load(Path(self._options.tokenizer)), SamplingParams(max_tokens=1)
-        gateway = Gateway(self._engines.as_engine, tokenizer, options, sampling=sampling)
+        gateway = Gateway(self._engines, tokenizer, options, sampling=sampling)
         try:
             await gateway.start()
             async with self._environment.serving():
