@@ -32,7 +32,7 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.delitem(sys.modules, "task")  # other examples have one too
+    del sys.modules["task"]  # not by monkeypatch, which would put it back: other examples have one too
     return module
 
 
