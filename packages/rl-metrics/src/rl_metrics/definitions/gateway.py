@@ -11,8 +11,10 @@ EVENTS = {
     "probes": "Answers outside of the task, such as titles or structured output, which never train",
     "overridden": "Requests that asked for other sampling than the run's, and got the run's",
     "engine_errors": "Requests that the engine failed",
+    "other_sampling": "Answers that a client had drawn otherwise than the session draws, which never train",
+    "agent_failed": "Sessions whose program was killed, reached a limit, or exited with another code than 0",
 }
-"""Counts of requests, by their name in a session."""
+"""Counts of requests (and of sessions, where it says so), by their name in a session."""
 
 GATEWAY = (
     *spread("gateway/turns", unit="requests", meaning="Requests of a session that were answered", over="session"),

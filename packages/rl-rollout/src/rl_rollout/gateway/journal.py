@@ -217,6 +217,15 @@ class Journal:
             else:
                 yield session
 
+    def names(self) -> Iterator[tuple[str, int]]:
+        """Group and index of each session that is kept, whatever became of it."""
+        for file in session_files(self.folder, OPEN, FINISHED, QUEUED):
+            with suppress(DataError, OSError, ValueError, msgspec.MsgspecError), file.open("rb") as stream:
+                stream.seek(len(MAGIC))
+                opening, _ = next(_records(stream, file.stat().st_size), (None, 0))
+                if isinstance(opening, _Opening):
+                    yield opening.prompt_uid, opening.session_index
+
     def find_finished(self, session_id: str) -> Session | None:
         """A session that was finished, as its file has it."""
         files = (self.folder / f"{session_id}{end}" for end in (FINISHED, QUEUED) if SESSION_ID.fullmatch(session_id))

@@ -1,9 +1,13 @@
 """What of a request the engine has means for, and what of it can train."""
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Protocol
 
-from rl_rollout.engines.protocol import EngineTraits, Structure
+from rl_core.errors import EngineError
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, Structure
+from rl_rollout.engines.requests import check_request
 from rl_rollout.gateway.asks import Ask
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.sampling import DecidedBy
@@ -11,6 +15,29 @@ from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 MAX_CHARS_PER_TOKEN = 32
 """Tokens of text have fewer by far; those of long runs of spaces alone have more."""
+
+
+class GatewayEngine(Protocol):
+    """What a gateway asks of an engine; see `RolloutEngine`, which has it all."""
+
+    @property
+    def traits(self) -> EngineTraits: ...  # noqa: D102
+
+    async def generate(self, request: GenerateRequest) -> list[Generation]: ...  # noqa: D102
+
+    async def abort(self, request_ids: Collection[str]) -> None: ...  # noqa: D102
+
+
+def check_asked(request: GenerateRequest, traits: EngineTraits) -> None:
+    """Refuse what the client asks for and the engine cannot do: this is no fault of the engine.
+
+    Raises:
+        RefusedError: Says what.
+    """
+    try:
+        check_request(request, traits)
+    except EngineError as error:
+        raise RefusedError(str(error)) from error
 
 
 def within_means(ask: Ask, traits: EngineTraits, tokenizer: PromptTokenizer, *, decided_by: DecidedBy) -> Ask:

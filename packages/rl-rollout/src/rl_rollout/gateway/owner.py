@@ -1,6 +1,7 @@
 """What the owner of sessions does over HTTP: open, reward, finish."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,11 @@ from starlette.routing import Route
 
 from rl_core.data import Json, Trajectory
 from rl_core.errors import SettingsError
+from rl_core.registry import unknown_name
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.requests import BodyReader, InWordsOf, secret_of, unless_gone
 from rl_rollout.gateway.sessions import Session, SessionLimits, same_secret
+from rl_rollout.loops.options import read_options
 from rl_rollout.loops.protocol import SessionResult
 
 if TYPE_CHECKING:
@@ -34,6 +37,9 @@ class OwnerRoutes:
         self._gateway = gateway
         self._on_finished = on_finished
         self._bodies = bodies
+        self._taken: defaultdict[str, set[int]] = defaultdict(set)
+        for group, index in gateway.journal.names() if gateway.journal else ():
+            self._taken[group].add(index)
 
     def routes(self) -> list[Route]:
         """All of them."""
@@ -46,22 +52,32 @@ class OwnerRoutes:
         ]
 
     async def _open(self, request: Request) -> Response:
-        body = await self._body(request)
-        group, index = body.get("group"), body.get("session_index", 0)
+        body = await self._body(request, "group", "session_index", "limits", "metadata")
+        group = body.get("group")
         if not isinstance(group, str) or not group:
             raise refused_field("group", group, "a text: the prompt that this is a session of")
+        taken = self._taken[group]
+        index = body.get("session_index")
+        if index is None:
+            index = max(taken, default=-1) + 1
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
             raise refused_field("session_index", index, "an integer of at least 0")
+        if index in taken:
+            raise RefusedError(
+                f"group {group[:80]!r} has had its session {index}. Leave session_index out, to get the next.",
+                param="session_index",
+            )
         metadata = body.get("metadata") or {}
         if not isinstance(metadata, dict):
             raise refused_field("metadata", metadata, "an object")
         session = self._gateway.open(group, index, limits=_limits(body.get("limits")), metadata=metadata)
-        opened = {"id": session.session_id, "key": session.key, "base_url": self._gateway.url}
+        taken.add(index)
+        opened = {"id": session.session_id, "key": session.key, "base_url": self._gateway.url, "session_index": index}
         return JSONResponse(opened, status_code=201)
 
     async def _claim(self, request: Request) -> Response:
         """Wait for a session that is offered to workers; 204 where none came in time."""
-        body = await self._body(request)
+        body = await self._body(request, "wait_s")
         wait_s = body.get("wait_s", CLAIM_WAIT_S)
         if not isinstance(wait_s, int | float) or not 0 <= wait_s <= MAX_CLAIM_WAIT_S:
             raise refused_field("wait_s", wait_s, f"a number of seconds from 0 to {MAX_CLAIM_WAIT_S:g}")
@@ -78,13 +94,13 @@ class OwnerRoutes:
         return JSONResponse(_shown(self._session(request)))
 
     async def _reward(self, request: Request) -> Response:
-        body = await self._body(request)
+        body = await self._body(request, "reward", "components")
         session = self._gateway.sessions.by_id(request.path_params["id"])
         session.set_reward(body.get("reward"), body.get("components"))  # type: ignore[arg-type]  # checked there
         return JSONResponse(_shown(session))
 
     async def _finish(self, request: Request) -> Response:
-        body = await self._body(request)
+        body = await self._body(request, "reward", "components", "failure")
         session = self._session(request)
         if session.is_finished:  # asked again, since the answer was lost
             result = session.result()
@@ -94,9 +110,9 @@ class OwnerRoutes:
             if body.get("failure"):
                 session.failure = str(body["failure"])
             if self._gateway.offers.finish(session):
-                return JSONResponse({**_shown(session), "failure": session.failure})
+                return JSONResponse(_shown(session))
             if session.reward is None and session.failure is None:
-                session.failure = "its owner finished the session without a reward"
+                raise RefusedError("a session ends with a reward, or with a failure: why it has none.", param="reward")
             result = await self._gateway.finish(session)
             if self._on_finished is not None:
                 self._on_finished(session, result)
@@ -109,9 +125,13 @@ class OwnerRoutes:
         finished = None if journal is None else journal.find_finished(session_id)
         return finished or self._gateway.sessions.by_id(session_id)
 
-    async def _body(self, request: Request) -> dict[str, Json]:
+    async def _body(self, request: Request, *known: str) -> dict[str, Json]:
         self._admit(request)
-        return await self._bodies.read(request)
+        body = await self._bodies.read(request)
+        for name in body:
+            if name not in known:
+                raise RefusedError(unknown_name("field", name[:80], known), param=name[:80])
+        return body
 
     def _admit(self, request: Request) -> None:
         if not same_secret(self._gateway.owner_key, secret_of(request)):
@@ -124,9 +144,9 @@ def _limits(given: Json) -> SessionLimits:
     if not isinstance(given, dict):
         raise refused_field("limits", given, "an object")
     try:
-        return SessionLimits(**given)
-    except (SettingsError, TypeError) as error:
-        raise RefusedError(f"limits: {error}", param="limits") from error
+        return read_options(SessionLimits, given, where="limits")
+    except SettingsError as error:
+        raise RefusedError(str(error), param="limits") from error
 
 
 def _shown(session: Session) -> dict[str, Json]:
@@ -137,6 +157,7 @@ def _shown(session: Session) -> dict[str, Json]:
         "metadata": dict(session.metadata),
         "counts": dict(session.counts),
         "reward": session.reward,
+        "failure": session.failure,
         "is_finished": session.is_finished,
     }
 

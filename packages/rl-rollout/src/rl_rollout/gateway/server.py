@@ -14,8 +14,9 @@ from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.journal import Journal
+from rl_rollout.gateway.means import GatewayEngine
 from rl_rollout.gateway.offers import Offers
-from rl_rollout.gateway.service import GatewayEngine, PolicyService, ServiceOptions
+from rl_rollout.gateway.service import PolicyService, ServiceOptions
 from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.prompts.tokenizer import PromptTokenizer

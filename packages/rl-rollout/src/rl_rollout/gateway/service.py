@@ -3,9 +3,9 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import structlog
@@ -13,10 +13,10 @@ import structlog
 from rl_core.data import IntArray
 from rl_core.errors import RLError, SettingsError
 from rl_core.record_fields import settings_record
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation
+from rl_rollout.engines.protocol import GenerateRequest, Generation
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.encoding import ConversationEncoder
-from rl_rollout.gateway.means import check_length, too_long, within_means
+from rl_rollout.gateway.means import GatewayEngine, check_asked, check_length, too_long, within_means
 from rl_rollout.gateway.messages import context_digests
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.replies import ReplyReader
@@ -29,20 +29,10 @@ from rl_rollout.tools.parsers import ToolParser, resolve_parser
 log = structlog.get_logger(__name__)
 
 VLLM = "vllm:"
+DISTRIBUTION = ("temperature", "top_p", "top_k")
 KEPT_OVERHEADS = 4096
 FIRST_TOKEN_S = 5.0
 """Longest time that a stream waits for its first token before it begins."""
-
-
-class GatewayEngine(Protocol):
-    """What a gateway asks of an engine; see `RolloutEngine`, which has it all."""
-
-    @property
-    def traits(self) -> EngineTraits: ...  # noqa: D102
-
-    async def generate(self, request: GenerateRequest) -> list[Generation]: ...  # noqa: D102
-
-    async def abort(self, request_ids: Collection[str]) -> None: ...  # noqa: D102
 
 
 @settings_record
@@ -93,6 +83,7 @@ class _Request:
     num_known: int
     turn: Turn
     input_ids: IntArray
+    is_own: bool = True  # drawn as the session draws
     started_at: float = field(default_factory=time.perf_counter)
 
 
@@ -212,6 +203,9 @@ class PolicyService:
                 request_id=name,
                 on_tokens=None if live is None else live.feed,
             )
+            check_asked(engine_request, self.engine.traits)
+            own = session.sampling(number)
+            request.is_own = all(getattr(sampling, name) == getattr(own, name) for name in DISTRIBUTION)
             if live is not None:
                 new_ids, tools = request.turn.new_ids, ask.tools if ask.may_call else ()
                 streams = self._reader.streams(
@@ -313,6 +307,7 @@ class PolicyService:
         kept = generation.token_ids
         if self.options.reasoning == "drop" and ask.form == "chat":
             kept = self._reader.without_reasoning(kept, after=after)
+        is_probe = not ask.trains or ask.wishes.max_tokens == 1 or ask.wishes.structure is not None
         sample = Sample(
             turn=request.turn,
             message=message,
@@ -321,12 +316,14 @@ class PolicyService:
             kept_ids=kept,
             request_index=request.number,
             generate_s=engine_s / ask.num_choices,
-            never_trains=not ask.trains or ask.wishes.max_tokens == 1 or ask.wishes.structure is not None,
+            never_trains=is_probe or not request.is_own,
             is_delivered=False,
         )
         self._count(session, "sampled_tokens", len(generation.token_ids))
-        if sample.never_trains:
+        if is_probe:
             self._count(session, "probes")
+        if not request.is_own:
+            self._count(session, "other_sampling")
         if session.log is not None:
             session.log.said(sample, request.digests[request.num_known :])
         session.tree.add(sample, request.digests)

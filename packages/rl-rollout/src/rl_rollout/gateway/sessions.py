@@ -207,6 +207,8 @@ class Session:
         failure = self.failure or next(iter(self.faults.values()), None)
         if failure is None and not rows:
             failure = "the agent asked for nothing that trains"
+            if self.counts["other_sampling"]:
+                failure += ': its client decided on the sampling; serve with --decided-by run (decided_by = "run")'
         try:
             self.tree.audit(rows)
         except DataError as error:

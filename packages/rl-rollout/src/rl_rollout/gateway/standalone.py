@@ -6,19 +6,22 @@ import signal
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from rl_core.errors import SettingsError
+from rl_core.errors import EngineError, SettingsError
 from rl_core.files import read_plain
 from rl_core.queue import SharedMemoryQueue
 from rl_core.terminal_text import write_out
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
-from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, RolloutEngine, SamplingParams
 from rl_rollout.engines.registry import engine_class
+from rl_rollout.engines.requests import check_request
 from rl_rollout.gateway.exports import QueueFeed
 from rl_rollout.gateway.server import Gateway, GatewayOptions
 from rl_rollout.gateway.service import ServiceOptions
@@ -48,6 +51,7 @@ async def _serve(arguments: Namespace) -> None:
     template = None if arguments.chat_template is None else arguments.chat_template.read_text()
     tokenizer = PromptTokenizer.load(arguments.folder, chat_template=template)
     engine = _engine(arguments)
+    sampling = SamplingParams(**{name: given[name] for name in OF_SAMPLING})
     gateway = Gateway(
         engine,
         tokenizer,
@@ -57,7 +61,7 @@ async def _serve(arguments: Namespace) -> None:
             owner_key=None if key_file is None else _owner_key(key_file),
             service=ServiceOptions(**{name: given[name] for name in OF_SERVICE}),
         ),
-        sampling=SamplingParams(**{name: given[name] for name in OF_SAMPLING}),
+        sampling=sampling,
     )
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -66,6 +70,7 @@ async def _serve(arguments: Namespace) -> None:
         gateway.bind()
         with suppress(asyncio.CancelledError):
             await engine.start()
+            _check_sampling(sampling, engine.traits)
             await gateway.start()
             write_out(_greeting(gateway, key_file, opens_session=arguments.open_session))
             while True:
@@ -92,6 +97,19 @@ def _engine(arguments: Namespace) -> RolloutEngine:
             f"--engine-options must be a JSON object of options of {name}: {error}. Fields: {fields}."
         ) from None
     return engine
+
+
+def _check_sampling(sampling: SamplingParams, traits: EngineTraits) -> None:
+    """Refuse at once what would refuse each request.
+
+    Raises:
+        SettingsError: Says what.
+    """
+    one = replace(sampling, max_tokens=1)
+    try:
+        check_request(GenerateRequest(input_ids=np.zeros(1, np.int32), sampling=one), traits)
+    except EngineError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _owner_key(file: Path) -> str:

@@ -139,6 +139,9 @@ class AgentsLoop(SessionLoop):
                 how = f": {describe_run(outcome.run)}" if outcome.run else ""
                 reason = f"the agent got no answer of the policy{how}"
                 session.failure = hide(reason, {"env": dict(self._options.env)})
+            session.counts["agent_failed"] += bool(
+                outcome.run and (outcome.run.ended, outcome.run.exit_code) != ("exited", 0)
+            )
             result = await gateway.finish(session)
             if result.failure is not None:
                 return result

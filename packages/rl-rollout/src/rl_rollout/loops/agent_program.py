@@ -1,6 +1,7 @@
 """The program of an agent: started in a folder of its own, told where the policy is, ended with all that it left."""
 
 import asyncio
+import difflib
 import json
 import os
 import re
@@ -23,7 +24,8 @@ from rl_rollout.sandbox.folder import sandbox_folder
 
 PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 """Variables of this process that an agent gets; nothing else is passed on."""
-PLACEHOLDER = re.compile(r"\{(prompt|prompt_file|workspace|cwd|base_url|api_key)\}")
+PLACES = ("prompt", "prompt_file", "workspace", "cwd", "base_url", "api_key")
+PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACES) + r")\}")
 MAX_VARIABLE_BYTES = 1 << 17
 """The kernel's bound on one argument or variable."""
 SHOWN_CHARS = 400
@@ -53,6 +55,7 @@ class AgentProgram:
                     f"command: {name!r} is a file here, but an agent starts in a folder of its own. Write "
                     f'"{{cwd}}/{name}", or put it into the workspace.'
                 )
+        self._check_places()
         program = _filled(program, {"cwd": str(Path.cwd())})
         is_copied = workspace is not None and "/" in program and (workspace / program).is_file()
         is_there = "{" in program or program == "python" or is_copied
@@ -63,6 +66,33 @@ class AgentProgram:
             )
         level = await self._sandbox.start()
         return f"agent ({level}): {' '.join(self._options.command)}"
+
+    def _check_places(self) -> None:
+        """Refuse placeholders that are misspelt, and files that no session would find.
+
+        Raises:
+            SettingsError: Names it.
+        """
+        own = self._options.sandbox
+        readable = [Path(path).resolve() for path in own.readable] if own else []
+        for path in readable:
+            if not path.exists():
+                raise SettingsError(f"sandbox.readable: there is no {path}.")
+        for text in (*self._options.command, *self._options.env.values()):
+            for name in re.findall(r"\{([a-z_]+)\}", text):
+                if name not in PLACES and (near := difflib.get_close_matches(name, PLACES, n=1, cutoff=0.75)):
+                    raise SettingsError(f"command: unknown placeholder {{{name}}}. Did you mean {{{near[0]}}}?")
+        for number, text in enumerate(self._options.command):
+            if not text.startswith("{cwd}/"):
+                continue
+            path = Path(text.replace("{cwd}", str(Path.cwd()), 1))
+            if number < 2 and not path.exists():
+                raise SettingsError(f"command: there is no file {path}.")
+            if own and path.exists() and not any(path.resolve().is_relative_to(one) for one in readable):
+                raise SettingsError(
+                    f"command: in the sandbox an agent cannot read {path}. Add its folder to sandbox.readable, or put "
+                    "it into the workspace."
+                )
 
     @asynccontextmanager
     async def running(self, task: AgentTask) -> AsyncIterator[AgentOutcome]:
