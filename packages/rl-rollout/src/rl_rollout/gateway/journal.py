@@ -220,11 +220,13 @@ class Journal:
     def names(self) -> Iterator[tuple[str, int]]:
         """Group and index of each session that is kept, whatever became of it."""
         for file in session_files(self.folder, OPEN, FINISHED, QUEUED):
-            with suppress(DataError, OSError, ValueError, msgspec.MsgspecError), file.open("rb") as stream:
+            opening = None
+            with suppress(DataError, ValueError, msgspec.MsgspecError), open_plain(file, follows_links=False) as opened:
+                stream, size = opened
                 stream.seek(len(MAGIC))
-                opening, _ = next(_records(stream, file.stat().st_size), (None, 0))
-                if isinstance(opening, _Opening):
-                    yield opening.prompt_uid, opening.session_index
+                opening, _ = next(_records(stream, size), (None, 0))
+            if isinstance(opening, _Opening) and opening.session_id == file.stem:
+                yield opening.prompt_uid, opening.session_index
 
     def find_finished(self, session_id: str) -> Session | None:
         """A session that was finished, as its file has it."""
