@@ -84,6 +84,7 @@ def test_what_an_agent_does_to_itself_is_rewarded_with_its_trace(tmp_path, fault
     texts = tokenizer.decode([row.input_ids[row.loss_mask] for row in session.trajectories])
     assert texts == ["one"] * len(texts)
     assert session.trajectories[-1].extras["ended_by"] == ended[0]
+    assert session.trajectories[-1].extras["gateway"]["agent_failed"] == (ended != ("exited", 0))
 
 
 FORKS = """
@@ -207,6 +208,10 @@ def test_an_engine_that_fails_is_no_reward_unless_a_retry_made_it_good(tmp_path)
     [
         ({"command": ["no-such-program-here"]}, "there is no program 'no-such-program-here' on the PATH"),
         ({"command": ["python", "pyproject.toml"]}, 'Write "{cwd}/pyproject.toml"'),
+        ({"command": ["true", "{promt}"]}, "Did you mean {prompt}?"),
+        ({"command": ["python", "{cwd}/agnt.py"]}, "command: there is no file"),
+        ({"command": ["python", "{cwd}/own_agents.py"], "sandbox": {}}, "Add its folder to sandbox.readable"),
+        ({"command": ["true"], "sandbox": {"readable": ["/nowhere"]}}, "sandbox.readable: there is no /nowhere"),
         ({"command": ["true"], "workspace": "/nowhere"}, "workspace of an agent must be a folder; found /nowhere"),
         ({"command": []}, "an agent needs one of command"),
         ({"command": ["true"], "remote": True}, "an agent needs one of command"),

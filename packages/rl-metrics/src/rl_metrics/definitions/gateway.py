@@ -60,7 +60,7 @@ GATEWAY = (
     *(
         one(
             f"gateway/{name}",
-            "requests",
+            "sessions" if name == "agent_failed" else "requests",
             f"{meaning}.",
             reduction="sum",
             healthy=Band(high=0.0, source=BY_DESIGN) if name == "engine_errors" else None,
