@@ -42,9 +42,11 @@ def test_problems_are_split_without_overlap(example: ModuleType) -> None:
     assert (problem.question, problem.answer, problem.hasty_answer) == ("37*58", "2146", "1500")
 
 
+@pytest.mark.parametrize("name", ["tools", "agent"])  # the second trains the first's model through the gateway
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_session_of_the_loop_is_a_demonstration(example: ModuleType, asks: bool) -> None:
-    settings = tomllib.loads((FOLDER / "settings.toml").read_text())
+def test_a_session_of_the_loop_is_a_demonstration(example: ModuleType, name: str, asks: bool) -> None:
+    folder = FOLDER.with_name(name)
+    settings = tomllib.loads((folder / "settings.toml").read_text())
     problem = example.task.Problem(37, 58)
     tokenizer = PromptTokenizer(example.make_tokenizer())
     said = [f"{problem.call}<eos>", f"{problem.answer}<eos>"] if asks else [f"{problem.hasty_answer}<eos>"]
@@ -57,7 +59,7 @@ def test_a_session_of_the_loop_is_a_demonstration(example: ModuleType, asks: boo
         speaker,
         [prompt],
         sampling=SamplingParams(max_tokens=settings["rollout"]["max_response_tokens"]),
-        reward=resolve_reward(f"{FOLDER / 'reward.py'}:reward"),
+        reward=resolve_reward(f"{folder / 'reward.py'}:reward"),
     )
     assert group.failures == ()
     (trajectory,) = group.trajectories

@@ -211,7 +211,7 @@ def _trajectories(episode: Any, session: Session, *, wall_s: float) -> list[Traj
             sampled = np.array(branch.sampled_mask, dtype=np.bool_)
             columns = columns_of(ids, sampled, spans, trained=trained)
             if columns[0].any():
-                trajectories.append(_trajectory(trace, ids, columns, session, output_index=len(trajectories)))
+                trajectories.append(_trajectory(trace, ids, columns, session, spans, output_index=len(trajectories)))
     if not trajectories:
         raise DataError("no branch of the episode has tokens that were sampled.")
     reward_s = sum(trace.timing.scoring.duration for trace in traces)
@@ -231,12 +231,13 @@ def _trajectory(
     input_ids: IntArray,
     columns: tuple[BoolArray, FloatArray, IntArray],
     session: Session,
+    spans: Sequence[SampledSpan],
     *,
     output_index: int,
 ) -> Trajectory:
     mask, logprobs, versions = columns
     components = {name: part.value for name, part in trace.rewards.items() if part is not None}
-    told = (span.routed_experts for span in session.tree.spans() if _begins_with(input_ids, span))
+    told = (span.routed_experts for span in spans if _begins_with(input_ids, span))
     extras: dict[str, Json] = {"ended_by": trace.stop_condition or "done", "num_turns": trace.num_turns}
     return Trajectory(
         prompt_uid=session.prompt_uid,
