@@ -24,6 +24,16 @@ def test_indexes_count_up_and_none_is_given_twice(tmp_path):
     run(talk)
 
 
+def test_what_is_nowhere_is_an_error_of_the_api():
+    async def talk():
+        async with gateway_site(lambda _: "3") as gateway:
+            missing = await owner(gateway, "/v1/nothing")
+            assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+            assert (await owner(gateway, "/health")).status_code == 405
+
+    run(talk)
+
+
 def test_a_misspelt_field_is_named_and_ends_nothing():
     async def talk():
         async with gateway_site(lambda _: "3") as gateway:

@@ -106,7 +106,10 @@ class ConversationEncoder:
             try:
                 self._known[key] = ChatTurns(self._tokenizer, role=role, tools=tools, end_token_ids=self._end_token_ids)
             except SettingsError as error:
-                raise SettingsError(f"the gateway cannot serve this tokenizer's chat template: {error}") from error
+                raise SettingsError(
+                    f"the gateway cannot serve this tokenizer's chat template: {error} Of the gateway these are "
+                    "stop_tokens (`rl-rollout serve --stop-token`) and the tokenizer's template (`--chat-template`)."
+                ) from error
             if len(self._known) > MAX_TOOLSETS:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)

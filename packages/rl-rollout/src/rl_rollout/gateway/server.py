@@ -16,6 +16,7 @@ from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.journal import Journal
 from rl_rollout.gateway.means import GatewayEngine
 from rl_rollout.gateway.offers import Offers
+from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.service import PolicyService, ServiceOptions
 from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
 from rl_rollout.loops.protocol import SessionResult
@@ -24,6 +25,7 @@ from rl_rollout.prompts.tokenizer import PromptTokenizer
 try:
     from starlette.applications import Starlette
     from starlette.background import BackgroundTask
+    from starlette.exceptions import HTTPException
     from starlette.requests import Request
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
@@ -236,7 +238,8 @@ class Gateway:
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
                 *OwnerRoutes(self, self._on_finished, self._bodies).routes(),
-            ]
+            ],
+            exception_handlers={HTTPException: _no_route},
         )
 
     async def _remove_expired(self) -> None:
@@ -291,6 +294,13 @@ class Gateway:
         length = self.service.engine.traits.max_model_len
         card = {"id": self.options.model, "object": "model", "created": 0, "owned_by": "rl-rollout"}
         return {**card, "type": "model", "display_name": self.options.model, "max_model_len": length}
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """What is nowhere, in the words of an API."""
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    refused = RefusedError(f"there is no {request.method} {request.url.path[:200]} here.", kind="not_found_error")
+    return JSONResponse(refused.as_openai(), status_code=status)
 
 
 def _with_headers(ask: Ask, request: Request) -> Ask:

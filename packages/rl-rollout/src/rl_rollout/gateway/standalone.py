@@ -135,10 +135,12 @@ def _greeting(gateway: Gateway, key_file: Path | None, *, opens_session: bool) -
     owner, kept = (gateway.owner_key,) * 2 if key_file is None else (f"$(cat {key_file})", f"in {key_file}")
     key = gateway.open("standing", limits=ENDLESS).key if opens_session else "KEY_OF_THE_SESSION"
     begun = f"A session without limits is open; its key is {key}\n" if opens_session else ""
+    note = ""
+    if gateway.journal is not None and gateway.options.service.decided_by == "client":
+        note = "Clients decide on sampling: what they have drawn otherwise than this server draws never trains.\n\n"
     return (
         f"Serving {gateway.options.model} at {url} ({traits.name}, up to {traits.max_model_len} tokens).\n"
-        f"The owner's key is {kept}\n{begun}\n"
-        "Open a session; the answer has its key:\n"
+        f"The owner's key is {kept}\n{begun}\n" + note + "Open a session; the answer has its key:\n"
         f'  curl -s {url}/sessions -H "Authorization: Bearer {owner}" -d \'{{"group": "my-prompt"}}\'\n'
         "Connect an SDK:\n"
         f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} python agent.py\n"

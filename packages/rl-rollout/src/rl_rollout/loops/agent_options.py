@@ -76,8 +76,10 @@ class AgentOptions:
             SettingsError: There is not one kind of agent, a limit is not positive, or clients would decide on what
                 trains.
         """
-        if sum(map(bool, (self.command and self.command[0], self.function, self.remote))) != 1:
+        num_kinds = sum(map(bool, (self.command and self.command[0], self.function, self.remote)))
+        if num_kinds != 1:
             raise SettingsError(
+                f"found {num_kinds} of these; "
                 'an agent needs one of command, such as ["python", "{cwd}/agent.py"], function, such as '
                 '"agent.py:agent", and remote = true.'
             )
