@@ -88,20 +88,26 @@ def stop_between_batches(process: TrainProcess, run: TinyRun, count: int) -> Non
     process.wait_until(has_stopped, f"{count} lines of the record, between two batches")
 
 
-def kill_roles(process: TrainProcess, run: TinyRun, roles: Sequence[str], draw: random.Random) -> None:
+def kill_roles(
+    process: TrainProcess, run: TinyRun, roles: Sequence[str], draw: random.Random, *, is_between_batches: bool = False
+) -> None:
     """Kill these, one after the other, some lines of the record apart, as soon as they have a process."""
     for role in roles:
-        wait_for_lines(process, run, num_record_lines(run) + draw.randint(2, 9))
+        count = num_record_lines(run) + draw.randint(2, 9)
+        wait_for_lines(process, run, count)
         log = LOGS[role]
         process.wait_until(lambda log=log: role_pid(run, log) in process.children(), f"a process of the {role}")
+        if is_between_batches:
+            stop_between_batches(process, run, count)
         os.kill(role_pid(run, log), signal.SIGKILL)
+        process.signal(signal.SIGCONT)
 
 
 def test_async_rollouter_learner_and_engine_killed_on_policy(undisturbed: TinyRun, run: TinyRun, seed: int) -> None:
     draw = random.Random(seed)
     roles = draw.sample(ROLES, len(ROLES))
     with async_training(run, **IN_PROCESSES) as process:
-        kill_roles(process, run, roles, draw)
+        kill_roles(process, run, roles, draw, is_between_batches=True)
         assert process.wait() == 0, f"seed {seed}, {roles}:\n{process.text}"
         assert process.leftovers() == []
     died = [event["role"] for event in read_events(run.run_folder / "events.jsonl") if event["event"] == "role_died"]
