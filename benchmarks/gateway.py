@@ -1,6 +1,6 @@
 """Our gateway side by side with vLLM's own API server, by one client; its overhead and memory with a scripted engine.
 
-    nox -s bench -- gateway [--model 1m] [--rounds 4] [--placement inline] [--sessions 2000] [--quick] [--json FILE]
+    nox -s bench -- gateway [--model 1m] [--rounds 4] [--placement process] [--sessions 2000] [--quick] [--json FILE]
         [--workload chat_8,chat_64,long_history] [--stream]
 
 The servers take turns, a round each. benchmarks/README.md says what is timed. --quick takes one round of ours on the
@@ -119,7 +119,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s bench -- gateway", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=list(MODELS), default="1m", help="size of the policy")
     parser.add_argument("--rounds", type=int, default=4, help="timed rounds of each system, after a warm-up")
-    parser.add_argument("--placement", choices=("inline", "process"), default="inline", help="of our engine")
+    parser.add_argument("--placement", choices=("inline", "process"), default="process", help="of our engine")
     parser.add_argument("--stream", action="store_true", help="have answers streamed")
     parser.add_argument("--sessions", type=int, default=2000, help="held at once, for the memory of each")
     parser.add_argument("--workload", help="which to run, with commas between; all by default")

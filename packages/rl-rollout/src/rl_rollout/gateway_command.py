@@ -69,7 +69,8 @@ def add_gateway(parts: Any) -> None:
     add("folder", type=Path, metavar="MODEL_FOLDER", help="a Hugging Face folder; nothing is downloaded")
     add("--engine", default="vllm", metavar="NAME", help=f"{names} (default: vllm)")
     add("--engine-options", default="{}", metavar="JSON", help="of the engine, as one JSON object")
-    add("--engine-process", action="store_true", help="run the engine in a process of its own")
+    own = "run the engine in a process of its own, beside the server's (default: vllm, yes)"
+    add("--engine-process", action=argparse.BooleanOptionalAction, help=own)
     add("--host", default="127.0.0.1", help="address (default: 127.0.0.1); others need a network that is trusted")
     add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
     add("--model", metavar="NAME", help="what clients see (default: the folder's name)")

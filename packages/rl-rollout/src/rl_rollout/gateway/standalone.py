@@ -88,7 +88,7 @@ def _engine(arguments: Namespace) -> RolloutEngine:
     try:
         options = msgspec.json.decode(arguments.engine_options, type=dict[str, Any])
         made = ENGINE_OPTIONS[name](**options) if name in ENGINE_OPTIONS else options
-        if arguments.engine_process:
+        if name == "vllm" if arguments.engine_process is None else arguments.engine_process:
             return ProcessEngine(name, arguments.folder, made, host=EnginePlacement())
         engine: RolloutEngine = engine_class(name)(arguments.folder, made)
     except (msgspec.MsgspecError, TypeError) as error:
