@@ -236,7 +236,7 @@ def test_help_on_nothing_that_there_is_names_the_sections() -> None:
 def test_help_speaks_of_no_class() -> None:
     kept = {"NAME", "MLFLOW_TRACKING_URI"}
     named = set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w+", help_text("usage"))) - kept
-    assert named <= {"IcePop", "ConnectionError"}, named
+    assert named <= {"IcePop", "ConnectionError", "LoRA"}, named
 
 
 def test_sections_are_small() -> None:
@@ -245,7 +245,7 @@ def test_sections_are_small() -> None:
         section = name.partition(".")[0]
         sizes[section] = sizes.get(section, 0) + 1
     assert sizes.pop("distillation") <= 19, "what it compares, with which teachers, and off policy"
-    assert max(sizes.values()) <= 16, sizes
+    assert max(sizes.values()) <= 17, sizes
 
 
 def test_settings_files_are_shipped() -> None:

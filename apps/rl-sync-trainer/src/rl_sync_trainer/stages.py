@@ -250,7 +250,7 @@ async def _publish_once(parts: Parts, version: int) -> PublishReport:
     settings, learners, tolerances = parts.settings, parts.learners, proof_tolerances(parts.settings)
     sequences = canary_sequences(settings, parts.inputs.train)
     canary = learners.canary(sequences, replays=replays(settings))
-    update = parts.transport.pack(learners.policy.export_weights(), version=version, tied=learners.policy.tied)
+    update = learners.pack(parts.transport, version=version)
     await _wake_engine(parts)
     report = await publish_to(parts.engine, update, canary=canary, tolerances=tolerances)
     if not report.canary_scores:

@@ -6,13 +6,14 @@
 
 from rl_distill.flops import forward_flops
 from rl_distill.model_memory import rank_memory
-from rl_distill.options import LearnerOptions, ParallelOptions
+from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.parallel_layout import check_layout, check_ranks, teacher_layout
 from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.tensor_shapes import count_parameters
 
 __all__ = [
     "LearnerOptions",
+    "LoraOptions",
     "ParallelOptions",
     "PolicyConfig",
     "check_layout",

@@ -129,7 +129,19 @@ class Learner(Scorer, Protocol):
         ...
 
     def export_weights(self) -> Mapping[str, torch.Tensor]:
-        """All weights by Hugging Face name; may be views, valid until the next step."""
+        """All weights by Hugging Face name, an adapter merged into them; may be views, valid until the next step."""
+        ...
+
+    def export_adapter(self) -> Mapping[str, torch.Tensor]:
+        """A and B of each adapted matrix by peft's name, B multiplied by the scaling: W + B @ A is the policy.
+
+        Raises:
+            NotReadyError: It trains all weights.
+        """
+        ...
+
+    def export_base(self) -> Mapping[str, torch.Tensor]:
+        """The weights under the adapter by Hugging Face name, which never change; without one, `export_weights`."""
         ...
 
     @property

@@ -20,7 +20,6 @@ from rl_core.weights import (
     Canary,
     ProofTolerances,
     PublishReport,
-    TensorTransport,
     WeightTransport,
     WeightUpdate,
 )
@@ -229,10 +228,7 @@ class LearnerHost:
             if transport is None:
                 raise NotReadyError("the learner has not been started.")
             canary = learners.canary(self._canary_sequences, replays=self._options.replays)
-            tensors = learners.policy.export_weights()
-            if isinstance(transport, TensorTransport):  # the next step must not change what an engine is taking
-                tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-            packed = transport.pack(tensors, version=version, tied=learners.policy.tied)
+            packed = learners.pack(transport, version=version, steps_on=True)
         is_live = packed.broadcast is not None or canary.logprobs is None
         pack_s = time.perf_counter() - started
         return PackedWeights(update=packed, canary=canary, step=self.step, pack_s=pack_s, is_live=is_live)

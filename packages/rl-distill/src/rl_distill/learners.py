@@ -1,7 +1,7 @@
 """What learns in a run, on shared ranks: a policy, and where the algorithm needs them a reference and a critic."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +10,21 @@ from rl_core import Batch, Ragged, RowKey
 from rl_core.data import ExpertArray, FloatArray, IntArray
 from rl_core.errors import SettingsError
 from rl_core.record_fields import converts_arguments
-from rl_core.weights import Canary, ProofTolerances, PublishReport, prove_canary
+from rl_core.weights import (
+    AdapterUpdate,
+    Canary,
+    ProofTolerances,
+    PublishReport,
+    TensorDigest,
+    TensorTransport,
+    WeightTransport,
+    WeightUpdate,
+    digest_tensors,
+    prove_canary,
+)
 from rl_distill.checkpoints.pending_save import saved_together
 from rl_distill.learner import Critic, Learner, PendingSave, Scorer
+from rl_distill.options import LoraOptions
 from rl_distill.products import chosen_products
 
 __all__ = ["Learners", "chosen_products"]
@@ -30,6 +42,7 @@ class Learners:
         critic: Says the values, where the advantage needs them.
         close: Ends all of them, and their ranks.
         stacks: What each rank with a process of its own does right now, within so many seconds; for any thread.
+        lora: The policy's adapter, and how engines are given it; rank 0 where all weights are trained.
     """
 
     policy: Learner
@@ -37,6 +50,8 @@ class Learners:
     critic: Critic | None
     close: Callable[[], None]
     stacks: Callable[[float], list[str]] = lambda _: []
+    lora: LoraOptions = field(default_factory=LoraOptions)
+    _base: dict[str, TensorDigest] = field(default_factory=dict, init=False, repr=False)
 
     @converts_arguments
     def save(self, folder: Path, *, in_background: bool = False) -> PendingSave:
@@ -97,6 +112,24 @@ class Learners:
         if told:
             columns["routed_experts"] = Ragged(np.concatenate(told), columns["input_ids"].offsets)
         return list(self.policy.logprobs(Batch(keys, columns)))
+
+    def pack(self, transport: WeightTransport, *, version: int, steps_on: bool = False) -> WeightUpdate:
+        """The policy's present weights, ready for engines to take: all of them, or the adapter where that is served.
+
+        Args:
+            transport: Its way.
+            version: What they are called.
+            steps_on: The learner trains while engines take them: what is handed over within the process is copied.
+        """
+        policy, adapter = self.policy, None
+        if self.lora.rank and self.lora.serving == "adapter":
+            if not self._base:
+                self._base.update(digest_tensors(policy.export_base()))
+            adapter = AdapterUpdate(rank=self.lora.rank, base=dict(self._base))
+        tensors = policy.export_weights() if adapter is None else policy.export_adapter()
+        if steps_on and isinstance(transport, TensorTransport):
+            tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        return transport.pack(tensors, version=version, tied=policy.tied, adapter=adapter)
 
     def offload(self) -> None:
         """Free their memory until they are used again."""

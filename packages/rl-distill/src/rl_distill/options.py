@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from rl_core.errors import SettingsError
@@ -12,6 +13,7 @@ DTYPES = ("float32", "bfloat16")
 DECAYS = ("linear", "cosine")
 RECOMPUTES = ("none", "full")
 PRODUCTS = ("auto", "torch", "onednn")
+SERVINGS = ("adapter", "merged")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,57 @@ class LearnerOptions:
                 f"decay_steps = {self.decay_steps} is the step at which the rate reaches min_learning_rate; it must "
                 f"come after warmup_steps = {self.warmup_steps}."
             )
+
+    def check(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            SettingsError: Has all of `problems`.
+        """
+        if found := list(self.problems()):
+            raise SettingsError("\n".join(found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraOptions:
+    """A LoRA adapter, trained in the place of the policy's weights, which stay as they are (Hu et al. 2021).
+
+    Attributes:
+        rank: Rows of each A; 0 trains all weights. LoRA's usual learning rate is ten times full training's.
+        alpha: The adapter's product is multiplied by alpha / rank; None takes twice the rank.
+        rslora: Multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023).
+        dropout: Share of each adapter's inputs that is left out in training.
+        target_modules: Which matrices: "all-linear" (a mixture's attention, all of a dense policy's layers), or shell
+            patterns of the ends of Hugging Face's names, such as "q_proj", "self_attn.*" or "layers.1?.mlp.*".
+        serving: Whether engines are given the "adapter", beside weights that they keep, or all weights with the adapter
+            "merged" into them: more to send, and as fast to decode as without.
+        path: Folder of an adapter in peft's format to begin with; None begins with one that changes nothing.
+    """
+
+    rank: int = 0
+    alpha: float | None = None
+    rslora: bool = False
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] = ("all-linear",)
+    serving: Literal["adapter", "merged"] = "adapter"
+    path: Path | None = None
+
+    @property
+    def scaling(self) -> float:
+        """What B @ A is multiplied by."""
+        alpha = 2.0 * self.rank if self.alpha is None else self.alpha
+        return alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def problems(self) -> Iterator[str]:
+        """What cannot be, as `LearnerOptions.problems`."""
+        yield from not_whole(self, {"rank": 0})
+        yield from not_among(self, {"serving": SERVINGS, "rslora": (False, True)})
+        if self.alpha is not None:
+            yield from not_numbers(self, ("alpha",), above=0.0)
+        if not is_number(self.dropout) or not 0 <= self.dropout < 1:
+            yield f"dropout must be a number of at least 0 and below 1; found {self.dropout!r}."
+        if not self.target_modules:
+            yield 'target_modules must name at least one pattern, such as "all-linear"; found none.'
 
     def check(self) -> None:
         """Refuse what cannot be.

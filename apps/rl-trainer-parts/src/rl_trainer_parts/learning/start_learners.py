@@ -49,8 +49,13 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
     except BaseException:
         ranks.close()
         raise
-    stacks = {} if where.kind == "inline" else {"stacks": lambda deadline_s: ranks.stacks(deadline_s=deadline_s)}
-    return Learners(policy=policy, reference=reference, critic=critic, close=ranks.close, **stacks)
+
+    def stacks(deadline_s: float) -> list[str]:
+        return [] if where.kind == "inline" else ranks.stacks(deadline_s=deadline_s)
+
+    return Learners(
+        policy=policy, reference=reference, critic=critic, close=ranks.close, stacks=stacks, lora=settings.lora
+    )
 
 
 def needs_critic(settings: Settings) -> bool:

@@ -12,7 +12,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rl_core.data import Json
-from rl_distill import LearnerOptions, ParallelOptions
+from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.teacher import DistillationOptions
 from rl_rollout.engines import VLLMOptions
 from rl_rollout.refill import RefillOptions
@@ -337,6 +337,7 @@ class Settings(BaseSettings):
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     learner: LearnerOptions = Field(default_factory=LearnerOptions)
+    lora: LoraOptions = Field(default_factory=LoraOptions)
     algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
     engine: VLLMOptions = Field(default_factory=VLLMOptions)
     metrics: MetricSettings = Field(default_factory=MetricSettings)

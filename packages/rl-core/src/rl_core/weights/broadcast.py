@@ -28,7 +28,7 @@ from rl_core.weights.secret_sockets import (
     receive_message,
     send_message,
 )
-from rl_core.weights.update import Broadcast, WeightUpdate, digest_tensors
+from rl_core.weights.update import AdapterUpdate, Broadcast, WeightUpdate, digest_tensors
 
 __all__ = [
     "BroadcastGroup",
@@ -112,7 +112,14 @@ class BroadcastTransport:
             deadline_s=deadline_s,
         )
 
-    def pack(self, tensors: Mapping[str, torch.Tensor], *, version: int, tied: Mapping[str, str]) -> WeightUpdate:
+    def pack(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        version: int,
+        tied: Mapping[str, str],
+        adapter: AdapterUpdate | None = None,
+    ) -> WeightUpdate:
         """See `WeightTransport.pack`; waits for engines that still take the last update."""
         if self._is_closed:
             raise NotReadyError("the weight transport is closed. Make a new one.")
@@ -121,7 +128,7 @@ class BroadcastTransport:
         with self._changed:
             self._changed.wait_for(lambda: not self._num_sending)
             self._packed = version, copies
-        return WeightUpdate(version=version, digests=digests, broadcast=self._meeting, tied=dict(tied))
+        return WeightUpdate(version=version, digests=digests, broadcast=self._meeting, tied=dict(tied), adapter=adapter)
 
     def expect(self, num_receivers: int) -> None:
         """Change how many engines are expected."""

@@ -93,7 +93,7 @@ async def publish_weights(
     return PublishReport(
         version=update.version,
         fingerprint=update.fingerprint,
-        num_tensors=len(update.digests) + len(update.tied),
+        num_tensors=len(update.served) + len(update.tied),
         probe_max_diff=probe_diff,
         canary_max_diff=canary_diff,
         update_s=updated - started,
@@ -170,6 +170,8 @@ def check_receipt(update: WeightUpdate, receipt: WeightReceipt, *, tolerances: P
     if receipt.version != update.version:
         raise WeightProofError(f"the engine serves version {receipt.version}; version {update.version} was published.")
     _check_arrived(update, receipt.arrived)
+    if receipt.problems:
+        raise WeightProofError(f"the engine says of version {update.version}: {' '.join(receipt.problems)}")
     worst = 0.0
     for name, probe in _expected_probes(update).items():
         live = receipt.live.get(name)
@@ -253,7 +255,7 @@ def _worst(answers: Sequence[Answer], check: Callable[[Answer], float]) -> float
 
 
 def _expected_probes(update: WeightUpdate) -> dict[str, FloatArray]:
-    probes = {name: digest.probe for name, digest in update.digests.items()}
+    probes = {name: digest.probe for name, digest in update.served.items()}
     for name, source in update.tied.items():
         if source not in probes:
             raise DataError(f"{name!r} is tied to {source!r}, which is not among the tensors that were sent.")

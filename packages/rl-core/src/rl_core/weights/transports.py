@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rl_core.errors import NotReadyError
 from rl_core.files.locked_folders import locked_folder, remove_unlocked_folders
 from rl_core.record_fields import converts_arguments
-from rl_core.weights.update import WeightUpdate, digest_tensors
+from rl_core.weights.update import AdapterUpdate, WeightUpdate, digest_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -22,10 +22,17 @@ FOLDER_PREFIX = "rl-weights-"
 class TensorTransport:
     """Hands tensors over within one process, without a copy."""
 
-    def pack(self, tensors: Mapping[str, "torch.Tensor"], *, version: int, tied: Mapping[str, str]) -> WeightUpdate:
+    def pack(
+        self,
+        tensors: Mapping[str, "torch.Tensor"],
+        *,
+        version: int,
+        tied: Mapping[str, str],
+        adapter: AdapterUpdate | None = None,
+    ) -> WeightUpdate:
         """See `WeightTransport.pack`."""
         digests = digest_tensors(tensors)
-        return WeightUpdate(version=version, digests=digests, tensors=dict(tensors), tied=dict(tied))
+        return WeightUpdate(version=version, digests=digests, tensors=dict(tensors), tied=dict(tied), adapter=adapter)
 
     def close(self) -> None:
         """See `WeightTransport.close`."""
@@ -51,7 +58,14 @@ class SharedFileTransport:
         self._folder = stack.enter_context(locked_folder(parent, FOLDER_PREFIX, mode=0o700))
         self._close = weakref.finalize(self, stack.close)
 
-    def pack(self, tensors: Mapping[str, "torch.Tensor"], *, version: int, tied: Mapping[str, str]) -> WeightUpdate:
+    def pack(
+        self,
+        tensors: Mapping[str, "torch.Tensor"],
+        *,
+        version: int,
+        tied: Mapping[str, str],
+        adapter: AdapterUpdate | None = None,
+    ) -> WeightUpdate:
         """See `WeightTransport.pack`."""
         from safetensors.torch import save_file
 
@@ -62,7 +76,7 @@ class SharedFileTransport:
         part = self._folder / "weights.part"
         save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, part)
         part.replace(file)
-        return WeightUpdate(version=version, digests=digests, file=file, tied=dict(tied))
+        return WeightUpdate(version=version, digests=digests, file=file, tied=dict(tied), adapter=adapter)
 
     def close(self) -> None:
         """See `WeightTransport.close`."""

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 FINGERPRINT_BYTES = 16
 MAX_DIGEST_THREADS = 4
 """Memory is the limit beyond."""
+PEFT_PREFIX = "base_model.model."
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+"""How peft names an adapter's tensors: prefix, the base's module, and one of these."""
 
 
 @record
@@ -67,17 +70,34 @@ class Broadcast:
 
 
 @record
+class AdapterUpdate:
+    """What makes an update one of a LoRA adapter: its tensors are the A and B, and the base's weights stay.
+
+    A is [rank, in]; B is [out, rank], multiplied by the adapter's scaling already, so that W + B @ A is served. Names
+    are peft's, such as "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight".
+
+    Attributes:
+        rank: Of every A and B.
+        base: Digest of each tensor of the base, by Hugging Face name: what the engine must still serve under it.
+    """
+
+    rank: int
+    base: Mapping[str, TensorDigest]
+
+
+@record
 class WeightUpdate:
-    """All weights of one policy version: by value, as a file, or to be received.
+    """All weights of one policy version, or its adapter: by value, as a file, or to be received.
 
     Attributes:
         version: The policy version that these weights are.
-        digests: Digest of each tensor, by Hugging Face name, made by the sender.
+        digests: Digest of each tensor, by Hugging Face name (of an adapter by peft's), made by the sender.
         tensors: The tensors when sender and engine share a process.
         file: A safetensors file, in shared memory, when they do not.
         broadcast: Where the tensors are received, in the order of the digests, when they come over the network.
         tied: Names that the engine must serve from another tensor, such as
             {"lm_head.weight": "model.embed_tokens.weight"}.
+        adapter: None where the tensors are all weights.
     """
 
     version: int
@@ -86,11 +106,17 @@ class WeightUpdate:
     file: Path | None = None
     broadcast: Broadcast | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
+    adapter: AdapterUpdate | None = None
+
+    @property
+    def served(self) -> dict[str, TensorDigest]:
+        """Digest of each tensor that an engine must serve after the update: an adapter's, and those of its base."""
+        return {**(self.adapter.base if self.adapter is not None else {}), **self.digests}
 
     @property
     def fingerprint(self) -> str:
         """One digest of what the weights are, whatever their version and their way; the same weights have the same."""
-        content = [[name, d.shape, d.dtype, d.crc32c] for name, d in sorted(self.digests.items())]
+        content = [[name, d.shape, d.dtype, d.crc32c] for name, d in sorted(self.served.items())]
         text = json.dumps([content, sorted(self.tied.items())])
         return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_BYTES).hexdigest()
 
@@ -104,11 +130,13 @@ class WeightReceipt:
         arrived: crc32c of each tensor as it arrived, by Hugging Face name.
         live: Probe of each tensor as the engine now serves it, tied names included; NaN where it read the tensor back
             and found other bits than arrived, or where the expert that has it computes something else.
+        problems: What the engine itself found wrong, such as an adapter in another slot; the proof fails with them.
     """
 
     version: int
     arrived: Mapping[str, int]
     live: Mapping[str, FloatArray]
+    problems: tuple[str, ...] = ()
 
 
 @record
@@ -172,7 +200,14 @@ class WeightReceiver(Protocol):
 class WeightTransport(Protocol):
     """How tensors get from the learner to engines."""
 
-    def pack(self, tensors: Mapping[str, "torch.Tensor"], *, version: int, tied: Mapping[str, str]) -> WeightUpdate:
+    def pack(
+        self,
+        tensors: Mapping[str, "torch.Tensor"],
+        *,
+        version: int,
+        tied: Mapping[str, str],
+        adapter: AdapterUpdate | None = None,
+    ) -> WeightUpdate:
         """Make tensors ready to be taken by engines; valid until the next `pack` or `close`."""
         ...
 
@@ -189,16 +224,19 @@ def probe_vector(size: int) -> "torch.Tensor":
     return torch.sin(positions * 12.9898).to(torch.float32)
 
 
-def probe_tensor(tensor: "torch.Tensor") -> FloatArray:
+def probe_tensor(tensor: "torch.Tensor", name: str = "") -> FloatArray:
     """What a tensor does to the probe vector, in float32.
 
     Args:
         tensor: [out, in] or [experts, out, in] weights, or [n] such as a norm's scale.
+        name: Of an adapter's B, [out, rank], which is probed from its other side: few numbers travel with an adapter.
 
     Returns:
-        [out], [experts * out], or the [n] values themselves.
+        [out], [experts * out], or the [n] values themselves; [rank] of an adapter's A and B.
     """
     values = tensor.detach().float()
+    if name.endswith(LORA_B):
+        values = values.T
     if values.ndim == 1:
         return values.cpu().numpy().copy()
     vector = probe_vector(values.shape[-1]).to(values.device)
@@ -213,17 +251,17 @@ def tensor_crc32c(tensor: "torch.Tensor") -> int:
     return checksum(flat.numpy())
 
 
-def digest_tensor(tensor: "torch.Tensor") -> TensorDigest:
-    """Digest of a tensor, as the sender makes it."""
+def digest_tensor(tensor: "torch.Tensor", name: str = "") -> TensorDigest:
+    """Digest of a tensor, as the sender makes it; see `probe_tensor`."""
     return TensorDigest(
         shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
         crc32c=tensor_crc32c(tensor),
-        probe=probe_tensor(tensor),
+        probe=probe_tensor(tensor, name),
     )
 
 
 def digest_tensors(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, TensorDigest]:
     """Digest of each tensor, several at once."""
     with ThreadPoolExecutor(min(MAX_DIGEST_THREADS, os.cpu_count() or 1), "digest") as threads:
-        return dict(zip(tensors, threads.map(digest_tensor, tensors.values()), strict=True))
+        return dict(zip(tensors, threads.map(digest_tensor, tensors.values(), tensors), strict=True))

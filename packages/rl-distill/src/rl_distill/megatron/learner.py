@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.data import Batch, Ragged, token_positions
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, NotReadyError
 from rl_core.record_fields import converts_arguments
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
@@ -232,6 +232,14 @@ class TrainedModel(RankedModel):
             place = tuple(slice(o, o + s) for o, s in zip(piece.offsets, sizes, strict=True))
             weights[piece.name][place] = piece.tensor
         return {name: weights[name] for name in self._shapes()}
+
+    def export_adapter(self) -> Mapping[str, Tensor]:
+        """See `rl_distill.learner.Learner`."""
+        raise NotReadyError("this learner trains all weights, and has no adapter.")
+
+    def export_base(self) -> Mapping[str, Tensor]:
+        """See `rl_distill.learner.Learner`."""
+        return self.export_weights()
 
     @converts_arguments
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:

@@ -30,6 +30,10 @@ class VLLMOptions:
         max_top_k: Most likeliest tokens that it can give beside each scored token; up to the vocabulary.
         capture_experts: Report which experts of a mixture each token used, for the Megatron learner to replay them; on
             GPUs it needs enforce_eager. Nothing for dense models.
+        max_lora_rank: Largest rank of an adapter that it can serve; 0 serves the model's weights alone. Trainers
+            take [lora]'s.
+        lora_target_modules: Modules that an adapter may change, by the last part of their Hugging Face name, such as
+            "q_proj"; of those that vLLM joins, one stands for all.
         num_threads: CPU threads of the engine, of all its processes together; None takes torch's count at the start.
         seed: Of the draws of requests that have none.
     """
@@ -47,6 +51,8 @@ class VLLMOptions:
     can_sleep: bool = False
     max_top_k: int = 20
     capture_experts: bool = True
+    max_lora_rank: int = 0
+    lora_target_modules: tuple[str, ...] = ()
     num_threads: int | None = None
     seed: int = 0
 
@@ -60,6 +66,8 @@ class TransformersOptions:
         device: torch device, such as "cpu" or "cuda".
         max_model_len: Most tokens of prompt and response together; None takes what the model allows.
         max_num_seqs: Samples of one batch; more wait for it to finish.
+        max_lora_rank: As `VLLMOptions`'s; needs peft.
+        lora_target_modules: As `VLLMOptions`'s.
         seed: Of the draws of requests that have none.
     """
 
@@ -67,4 +75,6 @@ class TransformersOptions:
     device: str = "cpu"
     max_model_len: int | None = None
     max_num_seqs: int = 512
+    max_lora_rank: int = 0
+    lora_target_modules: tuple[str, ...] = ()
     seed: int = 0

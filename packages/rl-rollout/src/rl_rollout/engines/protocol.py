@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 
@@ -70,6 +70,7 @@ class GenerateRequest:
         request_id: What `abort` knows the request by; several may share one, such as all turns of a session.
         on_tokens: Called on the event loop with tokens as they are sampled, while `generate` is awaited; see
             `rl_rollout.engines.stream`. It returns at once; what it raises fails this request alone.
+        adapter: Which adapter serves it: None takes what was published last, "base" the weights without any.
     """
 
     input_ids: Annotated[IntArray, Axes("P")]
@@ -77,6 +78,7 @@ class GenerateRequest:
     num_samples: int = 1
     request_id: str | None = None
     on_tokens: "Callable[[NewTokens], None] | None" = None
+    adapter: Literal["base"] | None = None
 
     @property
     def samplings(self) -> tuple[SamplingParams, ...]:
@@ -175,6 +177,7 @@ class EngineTraits:
         max_top_k: Most likeliest tokens that `score_top_k` gives for each token.
         can_match_text: Whether it serves `SamplingParams.stop`, for which it needs the model's tokenizer.
         structures: Kinds of `Structure` that it serves, by field.
+        max_lora_rank: Largest rank of an adapter that it takes; 0 takes none.
     """
 
     name: str
@@ -184,6 +187,7 @@ class EngineTraits:
     max_top_k: int = 0
     can_match_text: bool = False
     structures: tuple[str, ...] = ()
+    max_lora_rank: int = 0
 
 
 class RolloutEngine(Protocol):
