@@ -17,7 +17,8 @@ def serve(arguments: argparse.Namespace) -> int:
 
     Serves a model folder to agents, over OpenAI's and Anthropic's APIs, and keeps exactly the tokens that it samples.
     Whoever has the owner's key opens sessions, one for each run of an agent; the session's key is the agent's API key.
-    With --open-session one session is open from the beginning: point any SDK at it.
+    With --open-session one session is open from the beginning: point any SDK at it. With --sessions the next start
+    goes on with it, and shows the same key.
     Ctrl-C or SIGTERM ends it; requests under way get some seconds.
 
     Examples:
