@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from chat_model import CHATML, Speaker, make_tokenizer
 
 from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.gateway.server import Gateway, GatewayOptions
 from rl_rollout.gateway.service import ServiceOptions
+
+ResultT = TypeVar("ResultT")
 
 
 @asynccontextmanager
@@ -42,11 +44,11 @@ async def gateway_site(
         await engine.close()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    """A test's coroutine, within a minute."""
+def run(test: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    """What a test's coroutine gives, within a minute."""
 
-    async def within() -> None:
+    async def within() -> ResultT:
         async with asyncio.timeout(60):
-            await test()
+            return await test()
 
-    asyncio.run(within())
+    return asyncio.run(within())

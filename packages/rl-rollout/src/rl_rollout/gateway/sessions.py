@@ -180,8 +180,10 @@ class Session:
         """Take the owner's reward; the last one counts.
 
         Raises:
-            DataError: It is no finite number.
+            DataError: It is no finite number, or the components are no mapping.
         """
+        if not isinstance(components or {}, Mapping):
+            raise DataError(f"components of session {self.session_id} must be an object; found {components!r:.80}.")
         for name, value in {"reward": reward, **(components or {})}.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise DataError(f"{name} of session {self.session_id} must be a finite number; found {value!r}.")
