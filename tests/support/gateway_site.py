@@ -23,11 +23,12 @@ async def gateway_site(
     service: ServiceOptions | None = None,
     engine: Any = None,
     on_finished: Any = None,
+    max_model_len: int = 100_000,
     **options: Any,
 ) -> AsyncIterator[Gateway]:
     tokenizer = make_tokenizer(template)
     if engine is None:
-        engine = Speaker(tokenizer, lambda heard: say(heard) + "<|im_end|>", max_model_len=100_000).engine
+        engine = Speaker(tokenizer, lambda heard: say(heard) + "<|im_end|>", max_model_len=max_model_len).engine
     await engine.start()
     made = Gateway(
         engine,
