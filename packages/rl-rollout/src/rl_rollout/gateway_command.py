@@ -77,7 +77,8 @@ def add_gateway(parts: Any) -> None:
     add("--model", metavar="NAME", help="what clients see (default: the folder's name)")
     add("--owner-key-file", type=Path, metavar="FILE", help="holds the owner's key; made if it is not there")
     add("--sessions", type=Path, metavar="FOLDER", help="keep sessions there; a restart goes on with them")
-    add("--queue", metavar="ADDRESS", help="put finished sessions into this queue; needs --sessions")
+    queue = "put finished sessions into the SharedMemoryQueue with this `address`; needs --sessions"
+    add("--queue", metavar="ADDRESS", help=queue)
     add("--open-session", action="store_true", help="open a session without limits at once, and show its key")
     add = parser.add_argument_group("how requests are answered").add_argument
     who = "who decides on temperature, top-p, top-k and seed; training needs run (default: client)"
