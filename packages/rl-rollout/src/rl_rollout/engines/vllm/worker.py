@@ -102,6 +102,7 @@ class WorkerExtension:
         """See `AdapterSlot.absence`."""
         return self._slot.absence(version)
 
+    @torch.inference_mode()
     def adapter_problems(self, version: int | None) -> list[str]:
         """See `AdapterSlot.problems`."""
         return self._slot.problems(version)
