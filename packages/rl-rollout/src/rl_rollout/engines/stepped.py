@@ -112,7 +112,13 @@ class SteppedEngine:
         input_ids: list[int] = request.input_ids.tolist()
         samples = []
         for sampling in request.samplings:
-            sample = Sample(input_ids=input_ids, sampling=sampling, seed=sampling.seed, request_id=request.request_id)
+            sample = Sample(
+                input_ids=input_ids,
+                sampling=sampling,
+                seed=sampling.seed,
+                request_id=request.request_id,
+                adapter=request.adapter,
+            )
             if sampling.structure is not None:
                 await self._prepare(stepper, sampling.structure)
             if sampling.stop:
