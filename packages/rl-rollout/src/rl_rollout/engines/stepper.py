@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -23,6 +23,7 @@ class Sample:
         request_id: Of its request, where that has one.
         top_k: Likeliest tokens to give beside each token, when it is scored.
         with_experts: Give its experts too, when it is scored.
+        adapter: As `GenerateRequest.adapter`.
         token_ids: Sampled so far.
         logprobs: Of token_ids; empty when greedy.
         policy_versions: Of token_ids.
@@ -40,6 +41,7 @@ class Sample:
     request_id: str | None = None
     top_k: int = 0
     with_experts: bool = False
+    adapter: Literal["base"] | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
@@ -129,7 +131,7 @@ class Stepper(Protocol):
         ...
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Replace all weights; running samples go on under the new ones.
+        """Replace all weights, or the adapter; samples that it is for go on under the new ones.
 
         Raises:
             EngineError: The update is refused and nothing was touched; any other error is a failure.
