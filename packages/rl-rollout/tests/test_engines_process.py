@@ -21,7 +21,6 @@ from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.process import EngineCalls, EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
 from rl_rollout.engines.publishing import publish_to
-from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.streaming import stream
 from rl_rollout.engines.transformers import TransformersEngine
 from rl_rollout.testing import AdapterChecks, EngineConformance, generate, refuses
@@ -45,9 +44,7 @@ RANK = 4
 
 @pytest.fixture(scope="module")
 def transformers_process(tied_model_dir: Path) -> Iterator[ProcessEngine]:
-    host = EnginePlacement(environment={"OMP_NUM_THREADS": "1"}, max_restarts=1, deadline_s=300)
-    options = TransformersOptions(max_model_len=128, max_lora_rank=RANK)
-    engine = ProcessEngine("transformers", tied_model_dir, options, host=host)
+    engine = hosted("transformers", tied_model_dir, TransformersOptions(max_model_len=128, max_lora_rank=RANK))
     run(engine.start())
     yield engine
     run(engine.close())
@@ -156,38 +153,6 @@ def test_an_adapter_that_goes_wrong_between_processes_is_named(
             run(publish_to(transformers_process, update, canary=canary, tolerances=ProofTolerances()))
     transport.close()
     TestTransformersProcessAdapters().restore(transformers_process, tied_model_dir)
-
-
-def test_a_process_that_is_started_again_gets_the_adapter(
-    transformers_process: ProcessEngine, tied_model_dir: Path
-) -> None:
-    base = load_file(tied_model_dir / "model.safetensors")
-    adapter, transport = make_adapter(base, rank=RANK, seed=2), SharedFileTransport()
-    told = AdapterUpdate(rank=RANK, base=digest_tensors(base))
-    canary = canary_of(tied_model_dir, merged(base, adapter), SEQUENCE)
-    requests = [
-        GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=8, seed=1), adapter=name)
-        for name in (None, "base")
-    ]
-    engine = ReplicatedEngine([transformers_process])
-
-    async def go() -> tuple[list[Generation], list[Generation]]:
-        await engine.start()
-        update = transport.pack(adapter, version=3, tied=TIED_HEAD, adapter=told)
-        await publish_to(engine, update, canary=canary, tolerances=ProofTolerances())
-        before = [(await engine.generate(request))[0] for request in requests]
-        os.kill(transformers_process.pid, signal.SIGKILL)
-        async with asyncio.timeout(120):
-            while engine.loads()[0].num_restarts < 1:
-                await asyncio.sleep(0.02)
-        return before, [(await engine.generate(request))[0] for request in requests]
-
-    for before, after, version in zip(*run(go()), (3, 0), strict=True):
-        assert set(before.policy_versions.tolist()) == set(after.policy_versions.tolist()) == {version}
-        assert before.token_ids.tolist() == after.token_ids.tolist()
-        assert before.logprobs.tolist() == after.logprobs.tolist()
-    transformers_process.on_restart = None
-    transport.close()
 
 
 def test_a_process_that_dies_fails_who_waits(tied_model_dir: Path) -> None:
