@@ -158,6 +158,8 @@ class SteppedEngine:
             for sequence in sequences
         ]
         await self._run(samples)
+        if failures := [sample.failure for sample in samples if sample.failure is not None]:
+            raise EngineError(failures[0])
         scored = [(sample, sample.scores) for sample in samples if sample.scores is not None]
         if len(scored) < len(samples):
             raise EngineError(f"{len(samples) - len(scored)} of {len(samples)} sequences were aborted unscored.")
