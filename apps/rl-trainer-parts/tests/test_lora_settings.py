@@ -101,7 +101,7 @@ def test_patterns_and_folders_that_do_not_fit_are_named(folder: Path) -> None:
     wrong, missing = problems(folder, lora={"rank": 8, "target_modules": ["qkv"], "path": folder / "none"})
     assert wrong.startswith("lora.target_modules has 'qkv': ")
     assert "q_proj" in wrong
-    assert missing.startswith(f"lora.path: {folder / 'none'} is not a folder")
+    assert missing.startswith(f"lora.path: {folder / 'none'} is no folder")
     (lacking,) = problems(folder, lora={"rank": 8, "path": folder / "policy"})
     assert "has no adapter_config.json and no adapter_model.safetensors" in lacking
 
@@ -134,5 +134,5 @@ def test_the_plan_counts_what_trains_and_what_travels(folder: Path) -> None:
     merged = plan(folder, lora={"rank": 8, "serving": "merged"})
     assert f"  an update  {4 * TOTAL / MIB:.2f} MiB, all weights with the adapter in them" in merged
     assert "learner.learning_rate = 1e-06 looks like full training's" in merged
-    assert "here 1e-05" in merged
+    assert "ten times that, 1e-05" in merged
     assert "Adapter" not in plan(folder)

@@ -60,7 +60,7 @@ def lora_files(settings: Settings, config: PolicyConfig) -> Iterator[str]:
 
 def _adapter_folder(folder: Path) -> Iterator[str]:
     if not folder.is_dir():
-        yield f"lora.path: {folder} is not a folder; give one of an adapter in peft's format, or a checkpoint's adapter/."
+        yield f"lora.path: {folder} is no folder. Give an adapter's in peft's format, such as a checkpoint's adapter/."
     elif lacking := [name for name in OF_ADAPTERS if not (folder / name).is_file()]:
         yield (
             f"lora.path: {folder} has no {' and no '.join(lacking)}, so it is no adapter in peft's format. Give the "

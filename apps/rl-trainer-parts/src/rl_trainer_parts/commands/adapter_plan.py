@@ -1,6 +1,5 @@
 """What `train --dry-run` prints of an adapter: what trains, what an update takes, and its learning rate."""
 
-import math
 from collections.abc import Iterator
 
 from rl_distill import PolicyConfig, adapted_modules, adapter_size, count_parameters
@@ -37,7 +36,8 @@ def describe_adapter(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     modules = dict.fromkeys(name.rpartition(".")[2] for name in targets)
     yield "Adapter"
     yield f"  trains     {trained:,} of {total:,} parameters ({trained / total:.2%}), the others stay as they are"
-    yield f"             rank {lora.rank}, B @ A times {lora.scaling:g}; of {len(targets)} matrices: {', '.join(modules)}"
+    yield f"             rank {lora.rank}, B @ A times {lora.scaling:g}, beside {len(targets)} matrices:"
+    yield f"             {', '.join(modules)}"
     yield f"             begins with {lora.path or 'an adapter that changes nothing'}"
     if lora.serving == "adapter":
         yield f"  an update  {trained * size / MIB:.2f} MiB, beside weights that engines keep (lora.serving = adapter)"
@@ -50,5 +50,5 @@ def _learning_rate(rate: float) -> Iterator[str]:
     if rate > FULL_TRAINING_RATE:
         yield f"  rate       {rate:g}; LoRA's usual learning rate is ten times full training's"
         return
-    yield f"  rate       learner.learning_rate = {rate:g} looks like full training's: LoRA's usual one is ten times that,"
-    yield f"             here {10 * rate:g}"
+    yield f"  rate       learner.learning_rate = {rate:g} looks like full training's;"
+    yield f"             LoRA's usual learning rate is ten times that, {10 * rate:g}"
