@@ -186,8 +186,8 @@ def check_receipt(update: WeightUpdate, receipt: WeightReceipt, *, tolerances: P
             if update.adapter is not None and name not in update.digests:
                 raise WeightProofError(
                     f"tensor {name!r} of the base is not what the adapter of version {update.version} was trained on: "
-                    f"its probe differs by {share:.2g} of its largest value (allowed {tolerances.probe:g}). It was changed "
-                    "in the engine, or the engine was started from another model folder than the learner.",
+                    f"its probe differs by {share:.2g} of its largest value (allowed {tolerances.probe:g}). It was "
+                    "changed in the engine, or the engine was started from another model folder than the learner.",
                     tensor=name,
                 )
             found = f"its probe differs by {share:.2g} of its largest value (allowed {tolerances.probe:g})"
