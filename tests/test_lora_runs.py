@@ -1,12 +1,11 @@
 """Runs of both trainers that train an adapter: served, merged, stopped, killed, resumed."""
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from async_runs import async_training, differences_from_sync, train_async_here, trained_versions
+from async_runs import differences_from_sync, train_async_here
 from run_equality import assert_equal_runs, learnt, metrics_without_clock
 from tiny_run import REWARDS_BEFORE_STEP_1, REWARDS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run, train_here
 from train_process import training
@@ -66,9 +65,7 @@ def test_on_policy_the_asynchronous_trainer_does_the_same_bit_for_bit(run: TinyR
     assert learnt(run) == learnt(undisturbed)
 
 
-def test_killed_and_resumed_over_a_process(
-    run: TinyRun, undisturbed: TinyRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_and_resumed_over_a_process(run: TinyRun, undisturbed: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as environment:
         environment.setenv("TINY_RUN_SIGNAL", str(int(signal.SIGKILL)))
         with training(run, hold_after=IN_STEP_3, **LORA) as process:

@@ -11,16 +11,6 @@ FULL_TRAINING_RATE = 1e-5
 """Learning rates of full training in reinforcement learning are seldom above it."""
 
 
-def trained_parameters(settings: Settings, config: PolicyConfig) -> int:
-    """How many parameters of the policy train: an adapter's, or all.
-
-    Args:
-        settings: Of the run.
-        config: Of its policy.
-    """
-    return adapter_size(config, settings.lora) or count_parameters(config).total
-
-
 def describe_adapter(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     """Lines of the plan; none where all weights train.
 
@@ -32,7 +22,7 @@ def describe_adapter(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     if not lora.rank:
         return
     targets, total = adapted_modules(config, lora), count_parameters(config).total
-    trained, size = trained_parameters(settings, config), BYTES[settings.learner.dtype]
+    trained, size = adapter_size(config, lora), BYTES[settings.learner.dtype]
     modules = dict.fromkeys(name.rpartition(".")[2] for name in targets)
     yield "Adapter"
     yield f"  trains     {trained:,} of {total:,} parameters ({trained / total:.2%}), the others stay as they are"
