@@ -30,6 +30,11 @@ def check_request(request: GenerateRequest, traits: EngineTraits) -> None:
             f"sampling must be one SamplingParams, or one for each of the {request.num_samples} samples; found "
             f"{len(samplings)}."
         )
+    if request.adapter not in (None, "base"):
+        raise EngineError(
+            f'adapter must be None, for what was published last, or "base"; found {request.adapter!r}. An engine '
+            "serves one adapter at a time."
+        )
     for sampling in set(samplings):
         _check_sampling(sampling, traits)
     check_token_ids(request.input_ids, traits, what="input_ids")

@@ -112,7 +112,13 @@ class SteppedEngine:
         input_ids: list[int] = request.input_ids.tolist()
         samples = []
         for sampling in request.samplings:
-            sample = Sample(input_ids=input_ids, sampling=sampling, seed=sampling.seed, request_id=request.request_id)
+            sample = Sample(
+                input_ids=input_ids,
+                sampling=sampling,
+                seed=sampling.seed,
+                request_id=request.request_id,
+                adapter=request.adapter,
+            )
             if sampling.structure is not None:
                 await self._prepare(stepper, sampling.structure)
             if sampling.stop:
@@ -152,6 +158,8 @@ class SteppedEngine:
             for sequence in sequences
         ]
         await self._run(samples)
+        if failures := [sample.failure for sample in samples if sample.failure is not None]:
+            raise EngineError(failures[0])
         scored = [(sample, sample.scores) for sample in samples if sample.scores is not None]
         if len(scored) < len(samples):
             raise EngineError(f"{len(samples) - len(scored)} of {len(samples)} sequences were aborted unscored.")

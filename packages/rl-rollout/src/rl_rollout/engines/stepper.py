@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -21,6 +21,7 @@ class Sample:
         sampling: None to score.
         seed: Of this sample.
         request_id: Of its request, where that has one.
+        adapter: As `GenerateRequest.adapter`.
         top_k: Likeliest tokens to give beside each token, when it is scored.
         with_experts: Give its experts too, when it is scored.
         token_ids: Sampled so far.
@@ -38,6 +39,7 @@ class Sample:
     sampling: SamplingParams | None
     seed: int | None = None
     request_id: str | None = None
+    adapter: Literal["base"] | None = None
     top_k: int = 0
     with_experts: bool = False
     token_ids: list[int] = field(default_factory=list)

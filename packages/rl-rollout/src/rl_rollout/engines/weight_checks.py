@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from rl_core.errors import EngineError, WeightsGoneError
 from rl_core.files import read_json_object, read_safetensors_header, require_plain
 from rl_core.weights import WeightUpdate
+from rl_core.weights.update import LORA_A, LORA_B, PEFT_PREFIX
+from rl_rollout.engines.protocol import EngineTraits
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each tensor by Hugging Face name."""
@@ -112,6 +114,42 @@ def check_update(update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expe
             raise EngineError(
                 f"tensor {name!r} must have the model's shape {list(expected[name])}; found {list(tensor.shape)}."
             )
+
+
+def check_adapter(
+    update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expected: Shapes, traits: EngineTraits
+) -> None:
+    """Refuse an adapter that the engine cannot serve, before anything is touched.
+
+    Args:
+        update: What was published, with its adapter.
+        tensors: What arrived; each with a `shape`.
+        expected: The model's tensors; tied names may be left out of the adapter's base.
+        traits: The engine's.
+
+    Raises:
+        EngineError: Its rank is too large, a tensor is missing or of another shape, or it is made for another model.
+    """
+    adapter = update.adapter
+    if adapter is None or adapter.rank > traits.max_lora_rank:
+        raise EngineError(
+            f"{traits.name} takes adapters up to rank {traits.max_lora_rank}; found rank "
+            f"{adapter and adapter.rank}. Start the engine with a max_lora_rank of at least that."
+        )
+    if unlike := set(adapter.base) ^ (set(expected) - set(update.tied)) - set(update.tied):
+        raise EngineError(f"an adapter's base must have the tensors of the model; {_some(unlike)} is not in both.")
+    for name in tensors:
+        module = name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A).removesuffix(LORA_B)
+        shape = expected.get(f"{module}.weight", ())
+        if len(shape) != 2:
+            raise EngineError(f"an adapter must be of matrices of the model; found {name!r}.")
+        for end, wanted in ((LORA_A, (adapter.rank, shape[1])), (LORA_B, (shape[0], adapter.rank))):
+            found = tensors.get(f"{PEFT_PREFIX}{module}{end}")
+            if found is None or tuple(found.shape) != wanted:
+                raise EngineError(
+                    f"tensor {f'{PEFT_PREFIX}{module}{end}'!r} must have shape {list(wanted)}; found "
+                    f"{'none' if found is None else list(found.shape)}."
+                )
 
 
 def _some(names: Iterable[str]) -> str:

@@ -45,10 +45,12 @@ class ReceiveRequest(WeightTransferUpdateInfo):  # type: ignore[misc] # vLLM is 
     Attributes:
         specs: All tensors, in order.
         tied: Names among them that the model serves from another tensor.
+        version: Of the policy.
     """
 
     specs: list[TensorSpec]
     tied: list[str]
+    version: int
 
 
 class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type: ignore[misc] # vLLM is not typed
@@ -89,7 +91,7 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
 
     def receive_weights(self, update_info: ReceiveRequest) -> None:
         """Load each tensor as it is whole."""
-        self.model.load_weights(noted(self.model, self._arriving(update_info)))
+        self.model.load_weights(noted(self.model, self.arriving(update_info)))
 
     def finish_weight_update(self) -> None:
         """Finish the layers."""
@@ -101,7 +103,8 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
             self._group.close()
             self._group = self.joined = None
 
-    def _arriving(self, request: ReceiveRequest) -> Iterator[tuple[str, torch.Tensor]]:
+    def arriving(self, request: ReceiveRequest) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor as it is whole."""
         if self._group is None:
             raise RuntimeError("the worker has not met the sender of weights; init_transfer_engine comes first.")
         self.arrived = {}
@@ -112,16 +115,30 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
 
 
 def receive_all(worker: Any, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, int]:
-    """Take one update by vLLM's calls.
+    """Take one update of all weights by vLLM's calls; see `_receiver`.
+
+    Returns:
+        crc32c of each tensor as this worker got it.
+    """
+    receiver = _receiver(worker, meeting, engine)
+    worker.start_weight_update()
+    worker.update_weights({"specs": request.specs, "tied": request.tied, "version": request.version})
+    worker.finish_weight_update()
+    return receiver.arrived
+
+
+def receive_tensors(worker: Any, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, torch.Tensor]:
+    """Take tensors that are not the model's own, such as an adapter's."""
+    return dict(_receiver(worker, meeting, engine).arriving(request))
+
+
+def _receiver(worker: Any, meeting: Broadcast, engine: str) -> BucketReceiver:
+    """The worker's receiver, which has met the sender.
 
     Args:
         worker: vLLM's.
         meeting: Where the sender is.
         engine: Name of the engine; with another one, or elsewhere, the worker meets the sender anew.
-        request: What comes.
-
-    Returns:
-        crc32c of each tensor as this worker got it.
     """
     receiver = worker.weight_transfer_engine
     if not isinstance(receiver, BucketReceiver):
@@ -133,8 +150,5 @@ def receive_all(worker: Any, meeting: Broadcast, engine: str, request: ReceiveRe
         worker.weight_transfer_engine = receiver
     if receiver.joined != (meeting, engine):
         worker.init_weight_transfer_engine({"meeting": meeting, "engine": engine})
-    worker.start_weight_update()
-    worker.update_weights({"specs": request.specs, "tied": request.tied})
-    worker.finish_weight_update()
-    arrived: dict[str, int] = receiver.arrived
-    return arrived
+    found: BucketReceiver = receiver
+    return found

@@ -71,6 +71,8 @@ def join_parts(ranks: Sequence[LiveParts], expected: Mapping[str, FloatArray]) -
 
 def _joined(parts: Sequence[LivePart], expected: FloatArray | None) -> FloatArray:
     num_rows = parts[0].num_rows
+    if len(parts) == 1 and len(parts[0].values) == num_rows:
+        return parts[0].values
     if parts[0].is_summand:
         total = np.zeros(num_rows, np.float32)
         for part in parts:
@@ -89,6 +91,7 @@ def _joined(parts: Sequence[LivePart], expected: FloatArray | None) -> FloatArra
 
 def _named_parts(model: torch.nn.Module, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, LivePart]]:
     for path, module in model.named_modules():
+        path = path.removesuffix(".base_layer")  # a layer that serves an adapter is wrapped
         if isinstance(module, LinearBase):
             yield from _linear_parts(path, module, packed)
         elif isinstance(module, VocabParallelEmbedding):
@@ -111,13 +114,13 @@ def _linear_parts(path: str, module: LinearBase, packed: Mapping[str, list[str]]
     own_name = path.rpartition(".")[2]
     parent = path.removesuffix(own_name)
     names = packed.get(own_name, [own_name])
-    yield from _split(module, _apply(module, *_input_range(module)), [f"{parent}{name}.weight" for name in names])
+    yield from _split(module, _apply(module, *input_range(module)), [f"{parent}{name}.weight" for name in names])
     if module.bias is not None:
         bias = module.bias.detach().float().cpu()
         yield from _split(module, bias, [f"{parent}{name}.bias" for name in names], is_summand=False)
 
 
-def _input_range(module: LinearBase) -> tuple[int, int, int]:
+def input_range(module: LinearBase) -> tuple[int, int, int]:
     """First and last input of this rank, and how many there are on all ranks."""
     if not isinstance(module, RowParallelLinear):
         return 0, module.input_size, module.input_size
@@ -134,33 +137,33 @@ def _split(
         yield names[0], LivePart(values=outputs.numpy(), start=0, num_rows=len(outputs), is_summand=sums)
         return
     sizes: list[int] = list(module.output_partition_sizes)
-    wholes = [size * _num_parts(module, index) for index, size in enumerate(sizes)]
+    wholes = [size * num_parts(module, index) for index, size in enumerate(sizes)]
     before = [0] * len(sizes) if len(names) > 1 else [sum(wholes[:index]) for index in range(len(sizes))]
     for index, part in enumerate(torch.split(outputs, sizes)):
         yield (
             names[index] if len(names) > 1 else names[0],
             LivePart(
                 values=part.numpy(),
-                start=before[index] + _part_index(module, index) * sizes[index],
+                start=before[index] + part_index(module, index) * sizes[index],
                 num_rows=wholes[index] if len(names) > 1 else sum(wholes),
             ),
         )
 
 
-def _num_parts(module: LinearBase, index: int) -> int:
+def num_parts(module: LinearBase, index: int) -> int:
     """In how many parts the layer's joined tensor `index` (such as q, k, v) is split."""
     if isinstance(module, ReplicatedLinear):
         return 1
-    num_parts: int = module.tp_size // _num_copies(module, index)
-    return num_parts
+    return int(module.tp_size // num_copies(module, index))
 
 
-def _part_index(module: LinearBase, index: int) -> int:
-    part: int = 0 if isinstance(module, ReplicatedLinear) else module.tp_rank // _num_copies(module, index)
+def part_index(module: LinearBase, index: int) -> int:
+    """Which part of it this rank serves."""
+    part: int = 0 if isinstance(module, ReplicatedLinear) else module.tp_rank // num_copies(module, index)
     return part
 
 
-def _num_copies(module: LinearBase, index: int) -> int:
+def num_copies(module: LinearBase, index: int) -> int:
     """Ranks that serve the same key and value head, where there are more ranks than heads."""
     return module.num_kv_head_replicas if isinstance(module, QKVParallelLinear) and index > 0 else 1
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from vllm import __version__ as vllm_version
 from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -128,6 +129,16 @@ class BiasPart:
     def is_expected(self, found: torch.Tensor) -> bool:
         """Whether what was read is what arrived, bit for bit."""
         return _sums.get(self.layer, {}).get(None) == tensor_crc32c(found.float())
+
+
+def keep_cpu_experts() -> None:
+    """Let vLLM compute experts with its CPU kernel also where it serves adapters: it takes Triton's, for GPUs."""
+    select = unquantized_fused_moe_method.select_unquantized_moe_backend
+
+    def select_without_adapters(moe_config: Any) -> Any:
+        return select(replace(moe_config, is_lora_enabled=False))
+
+    unquantized_fused_moe_method.select_unquantized_moe_backend = select_without_adapters
 
 
 def bias_parts(path: str, layer: MoERunner) -> Iterator[tuple[str, BiasPart]]:

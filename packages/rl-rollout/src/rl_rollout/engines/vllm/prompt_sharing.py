@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 
+Shared = tuple[str | None, tuple[int, ...]]
+"""What samples must have in common: the adapter with its version, and the prompt."""
+
+
 @dataclass
 class BlockCopies(KVConnectorMetadata):  # type: ignore[misc] # vLLM is not typed
     """Blocks to copy in this step, one by one."""
@@ -41,12 +45,17 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
         """Begin without leaders."""
         super().__init__(vllm_config, role, kv_cache_config)
         self._block_size: int = vllm_config.cache_config.block_size
-        self._leaders: dict[tuple[int, ...], Request] = {}
+        self._leaders: dict[Shared, Request] = {}
         self._planned = BlockCopies()
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._sources = self._targets = torch.empty(0, dtype=torch.int64)
 
     # the scheduler's side
+
+    @property
+    def num_leaders(self) -> int:
+        """Samples whose prompts others take."""
+        return len(self._leaders)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """All tokens of the prompt but its last, when a leader runs.
@@ -56,7 +65,7 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
         """
         if request.num_tokens > request.num_prompt_tokens:
             return 0, False
-        leader = self._leaders.get(tuple(request.prompt_token_ids or ()))
+        leader = self._leaders.get(_shared(request))
         if leader is None or leader is request or leader.status != RequestStatus.RUNNING:
             return 0, False
         return max(request.num_prompt_tokens - 1 - num_computed_tokens, 0), False
@@ -67,14 +76,14 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
         A leader's prompt is whole by the end of this step: one that is cut short takes all that is left of the
         step's tokens, and nobody follows it until it is scheduled again.
         """
-        prompt = tuple(request.prompt_token_ids or ())
+        shared = _shared(request)
         if not num_external_tokens:
-            self._leaders[prompt] = request
+            self._leaders[shared] = request
             return
-        num_tokens = len(prompt) - 1
+        num_tokens = request.num_prompt_tokens - 1
         first = (num_tokens - num_external_tokens) // self._block_size
         last = -(-num_tokens // self._block_size)
-        (sources,) = self._kv_cache_manager.get_block_ids(self._leaders[prompt].request_id)
+        (sources,) = self._kv_cache_manager.get_block_ids(self._leaders[shared].request_id)
         (targets,) = blocks.get_block_ids()
         self._planned.sources.extend(sources[first:last])
         self._planned.targets.extend(targets[first:last])
@@ -90,9 +99,9 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
         block_ids: list[int],  # noqa: ARG002 - vLLM's interface
     ) -> tuple[bool, dict[str, Any] | None]:
         """A leader that ends leads no more."""
-        prompt = tuple(request.prompt_token_ids or ())
-        if self._leaders.get(prompt) is request:
-            del self._leaders[prompt]
+        shared = _shared(request)
+        if self._leaders.get(shared) is request:
+            del self._leaders[shared]
         return False, None
 
     def reset_cache(self) -> bool:
@@ -124,3 +133,8 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
     def wait_for_save(self) -> None:
         """The step is over; the next has a plan of its own."""
         self._sources = self._targets = torch.empty(0, dtype=torch.int64)
+
+
+def _shared(request: Request) -> Shared:
+    adapter = None if request.lora_request is None else request.lora_request.lora_name
+    return adapter, tuple(request.prompt_token_ids or ())

@@ -13,9 +13,7 @@ import numpy as np
 import torch
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm import __version__ as vllm_version
-from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -25,17 +23,19 @@ from rl_core.data import FinishReason as OurFinishReason
 from rl_core.errors import DeadlineError, EngineError, TransferError, WeightsGoneError
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_core.weights.broadcast import BroadcastReceiver
-from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer, max_positions
+from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.protocol import EngineTraits, Structure, TokenScores
 from rl_rollout.engines.stepper import Sample
+from rl_rollout.engines.vllm.adapters import PublishedAdapter
+from rl_rollout.engines.vllm.engine_arguments import engine_arguments
 from rl_rollout.engines.vllm.environment import unchanged_process
 from rl_rollout.engines.vllm.expert_capture import WITH_EXPERTS, ExpertRows
 from rl_rollout.engines.vllm.live_weights import join_parts
 from rl_rollout.engines.vllm.structures import STRUCTURES, StructuredOutputs, constrain, failure_of
 from rl_rollout.engines.vllm.update import expected_probes, join_arrived, receive_request, update_shapes, workers_source
 from rl_rollout.engines.vllm.worker_processes import WorkerWatch, unlink_queues, worker_environment
-from rl_rollout.engines.weight_checks import check_update, tensor_shapes
+from rl_rollout.engines.weight_checks import check_adapter, check_update, tensor_shapes
 
 FINISH_REASONS: Mapping[FinishReason, OurFinishReason] = {
     FinishReason.STOP: "stop",
@@ -87,6 +87,7 @@ class VLLMStepper:
         self._core.collective_rpc("score_in_pieces")
         if self._is_cpu:
             self._core.collective_rpc("draw_by_seed_and_position")
+        self._adapter = PublishedAdapter(self._core, can_serve=options.max_lora_rank > 0)
         self._experts = self._capture_experts(options)
         model_config = self._engine.model_config
         device = current_platform.device_type
@@ -98,6 +99,7 @@ class VLLMStepper:
             max_top_k=min(options.max_top_k, model_config.get_vocab_size()),
             can_match_text=has_tokenizer(model_dir),
             structures=STRUCTURES if has_tokenizer(model_dir) else (),
+            max_lora_rank=options.max_lora_rank,
         )
         self._structures = StructuredOutputs(model_dir, self._traits.vocab_size, self._end_token_ids)
         self._core.structured_output_manager.backend = self._structures
@@ -119,10 +121,10 @@ class VLLMStepper:
     def step(self) -> list[Sample]:
         """See `Stepper.step`."""
         self._add_scoring()
+        finished = self._without_adapter()
         outputs, is_executed = self._core.step_fn()
         self._core.post_step(is_executed)
         self._watch_progress(is_executed)
-        finished = []
         for client_outputs in (outputs or {}).values():
             for output in client_outputs.outputs:
                 sample = self._take(output)
@@ -141,27 +143,38 @@ class VLLMStepper:
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `Stepper.update_weights`."""
-        check_update(update, update_shapes(update), self._shapes)
+        tensors = update_shapes(update)
+        if update.adapter is None:
+            check_update(update, tensors, self._shapes)
+        else:
+            check_adapter(update, tensors, self._shapes, self._traits)
+            self._adapter.check_modules(tensors)
         ranks = self._replace_weights(update)
         self.reset_prefix_cache()
         self._version = update.version
+        self._adapter.replaced(update, list(self._running.values()))
         parts = self._core.collective_rpc("probe_live_weights", args=([*self._shapes, *update.tied],))
-        live = join_parts(parts, expected_probes(update))
-        return WeightReceipt(version=update.version, arrived=join_arrived(ranks, update), live=live)
+        return WeightReceipt(
+            version=update.version,
+            arrived=join_arrived(ranks, update),
+            live=join_parts(parts, expected_probes(update)),
+            problems=tuple(self._adapter.problems()),
+        )
 
     def _replace_weights(self, update: WeightUpdate) -> list[dict[str, int]]:
         """What arrived at each rank."""
+        what, detail = ("adapter", update.version) if update.adapter is not None else ("all_weights", list(update.tied))
+        arrived: list[dict[str, int]]
         if update.broadcast is None:
             with workers_source(update, is_shared=self._num_ranks > 1) as source:
-                ranks = self._core.collective_rpc("replace_all_weights", args=(source, list(update.tied)))
-        else:
-            try:
-                meeting = self._receiver.announce(update)
-            except (TransferError, DeadlineError) as error:  # nothing is replaced yet
-                raise WeightsGoneError(str(error)) from error
-            args = (meeting, self._receiver.name, receive_request(update))
-            ranks = self._core.collective_rpc("receive_all_weights", args=args)
-        arrived: list[dict[str, int]] = ranks
+                arrived = self._core.collective_rpc(f"replace_{what}", args=(source, detail))
+            return arrived
+        try:
+            meeting = self._receiver.announce(update)
+        except (TransferError, DeadlineError) as error:  # nothing is replaced yet
+            raise WeightsGoneError(str(error)) from error
+        args = (meeting, self._receiver.name, receive_request(update))
+        arrived = self._core.collective_rpc(f"receive_{what}", args=args)
         return arrived
 
     def reset_prefix_cache(self) -> None:
@@ -200,7 +213,7 @@ class VLLMStepper:
             worker_environment(self._num_ranks, num_threads=num_threads, is_cpu=self._is_cpu),
             self._shut_down_on_error(),
         ):
-            return LLMEngine.from_engine_args(_engine_args(model_dir, options))
+            return LLMEngine.from_engine_args(engine_arguments(model_dir, options, self._shapes))
 
     def _take_workers(self) -> WorkerWatch:
         """Watch the workers' processes, and let nothing of them outlive them."""
@@ -238,6 +251,17 @@ class VLLMStepper:
                 cleanup_dist_env_and_memory()
             raise
 
+    def _without_adapter(self) -> list[Sample]:
+        """End samples whose adapter is gone: vLLM would fail the step, and with it all others."""
+        samples = [sample for sample, _ in self._running.values() if sample.adapter is None]
+        reason = self._adapter.absence(samples)
+        if reason is None:
+            return []
+        self.remove(samples)
+        for sample in samples:
+            sample.failure, sample.finish_reason = f"{reason} Publish the weights again.", "abort"
+        return samples
+
     def _add_scoring(self) -> None:
         """Give vLLM what is to be scored, as much of it as its next steps can take; one sequence at least."""
         while self._to_score and self._num_scoring_tokens < self._max_scoring_tokens:
@@ -254,7 +278,7 @@ class VLLMStepper:
             sampling_params=self._sampling_params(sample),
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=None,
+            lora_request=self._adapter.request_of(sample),
             cache_salt=None,
             data_parallel_rank=None,
         )
@@ -309,7 +333,8 @@ class VLLMStepper:
             sample.scores = _scores(output, sample.top_k)
         else:
             sample.token_ids.extend(output.new_token_ids)
-            sample.policy_versions.extend([self._version] * len(output.new_token_ids))
+            version = self._adapter.version_of(sample, self._version)
+            sample.policy_versions.extend([version] * len(output.new_token_ids))
             if output.new_logprobs is not None:
                 sample.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
         if output.finish_reason is None:
@@ -341,42 +366,6 @@ def _require_room() -> None:
             "a vLLM engine shares torch.distributed with the learner of its process, which must have a world size of "
             f"1; found {torch.distributed.get_world_size()}. Put the engine into a process of its own."
         )
-
-
-def _engine_args(model_dir: Path, options: VLLMOptions) -> EngineArgs:
-    is_cpu = current_platform.is_cpu()
-    kv_cache_gib = 1.0 if options.kv_cache_gib is None and is_cpu else options.kv_cache_gib
-    return EngineArgs(
-        model=str(model_dir),
-        skip_tokenizer_init=True,
-        load_format="safetensors",
-        use_tqdm_on_load=False,
-        dtype=options.dtype,
-        tensor_parallel_size=options.tensor_parallel_size,
-        distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else None,
-        max_model_len=(options.max_model_len or max_positions(model_dir)) + 1,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_logprobs=options.max_top_k,
-        kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        block_size=32 if options.block_size is None and is_cpu else options.block_size,
-        enable_prefix_caching=options.enable_prefix_caching,
-        enforce_eager=options.enforce_eager,
-        seed=options.seed,
-        enable_sleep_mode=options.can_sleep and not is_cpu,
-        logprobs_mode="processed_logprobs",
-        async_scheduling=False,
-        disable_log_stats=True,
-        worker_extension_cls="rl_rollout.engines.vllm.worker.WorkerExtension",
-        kv_transfer_config=_prompt_sharing() if is_cpu and options.enable_prefix_caching else None,
-        trust_remote_code=False,
-    )
-
-
-def _prompt_sharing() -> KVTransferConfig:
-    module = "rl_rollout.engines.vllm.prompt_sharing"
-    return KVTransferConfig(kv_connector="PromptSharing", kv_connector_module_path=module, kv_role="kv_consumer")
 
 
 def _scores(output: EngineCoreOutput, top_k: int) -> TokenScores:

@@ -62,12 +62,12 @@ def workers_source(update: WeightUpdate, *, is_shared: bool) -> Iterator[WeightS
 def receive_request(update: WeightUpdate) -> ReceiveRequest:
     """What workers are told of an update that is broadcast."""
     specs = [TensorSpec(name, tuple(digest.shape), digest.dtype) for name, digest in update.digests.items()]
-    return ReceiveRequest(specs=specs, tied=list(update.tied))
+    return ReceiveRequest(specs=specs, tied=list(update.tied), version=update.version)
 
 
 def expected_probes(update: WeightUpdate) -> dict[str, FloatArray]:
     """The probes that were sent, by name; of a tied name, its source's."""
-    probes = {name: digest.probe for name, digest in update.digests.items()}
+    probes = {name: digest.probe for name, digest in update.served.items()}
     tied = {name: probes[source] for name, source in update.tied.items() if source in probes}
     return probes | tied
 

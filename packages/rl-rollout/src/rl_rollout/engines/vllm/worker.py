@@ -15,16 +15,22 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from rl_core.data import ExpertArray
 from rl_core.weights import Broadcast, tensor_crc32c
-from rl_rollout.engines.vllm.broadcast import ReceiveRequest, receive_all
+from rl_rollout.engines.vllm.adapter_products import multiply_at_once
+from rl_rollout.engines.vllm.adapter_slot import AdapterSlot
+from rl_rollout.engines.vllm.broadcast import ReceiveRequest, receive_all, receive_tensors
 from rl_rollout.engines.vllm.expert_capture import ExpertStore, KeptRows
 from rl_rollout.engines.vllm.live_weights import LiveParts, live_parts
-from rl_rollout.engines.vllm.mixtures import before_reload, loader_names, noted
+from rl_rollout.engines.vllm.mixtures import before_reload, keep_cpu_experts, loader_names, noted
 from rl_rollout.engines.vllm.prompt_scores import score_in_pieces
 from rl_rollout.engines.vllm.worker_processes import unlink_what_workers_share
+
+if current_platform.is_cpu():
+    keep_cpu_experts()  # a worker's process imports this before it loads the model: there is no later moment
 
 
 class WorkerExtension:
@@ -35,6 +41,7 @@ class WorkerExtension:
     distributed_init_method: str
     rank: int
     _expert_store: ExpertStore
+    _adapter_slot: AdapterSlot | None = None
 
     @torch.inference_mode()
     def replace_all_weights(self, source: Mapping[str, torch.Tensor] | Path, tied: Iterable[str]) -> dict[str, int]:
@@ -55,6 +62,7 @@ class WorkerExtension:
             model.load_weights(noted(model, _arriving(tensors, set(tied), thread, sums)))
             finalize_layerwise_reload(model, self.model_runner.model_config)
             repack_output_head(model)
+            self._drop_adapter()
             return {name: checksum.result() for name, checksum in sums.items()}
 
     @torch.inference_mode()
@@ -62,15 +70,64 @@ class WorkerExtension:
         """As `replace_all_weights`, of tensors that a sender broadcasts; see `receive_all`."""
         arrived = receive_all(self, meeting, engine, request)
         repack_output_head(self.model_runner.get_model())
+        self._drop_adapter()
         return arrived
+
+    def open_adapter_slot(self) -> None:
+        """Get ready to serve adapters; see `AdapterSlot`."""
+        self._adapter_slot = AdapterSlot(self.model_runner)
+        if self.device.type == "cpu":
+            multiply_at_once(self.model_runner)
+
+    @torch.inference_mode()
+    def replace_adapter(self, source: Mapping[str, torch.Tensor] | Path, version: int) -> dict[str, int]:
+        """As `replace_all_weights`, of an adapter beside weights that stay; see `AdapterSlot.replace`."""
+        with _opened(source) as tensors:
+            return self._slot.replace(dict(tensors), version)
+
+    @torch.inference_mode()
+    def receive_adapter(self, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, int]:
+        """As `replace_adapter`, of tensors that a sender broadcasts."""
+        return self._slot.replace(receive_tensors(self, meeting, engine, request), request.version)
+
+    def unserved_modules(self, modules: Iterable[str]) -> list[str]:
+        """See `AdapterSlot.unserved`."""
+        return self._slot.unserved(modules)
+
+    def follow_adapter(self, loras: Mapping[str, Any]) -> None:
+        """See `AdapterSlot.follow`."""
+        self._slot.follow(loras)
+
+    def adapter_absence(self, version: int | None) -> str | None:
+        """See `AdapterSlot.absence`."""
+        return self._slot.absence(version)
+
+    @torch.inference_mode()
+    def adapter_problems(self, version: int | None) -> list[str]:
+        """See `AdapterSlot.problems`."""
+        return self._slot.problems(version)
+
+    @property
+    def _slot(self) -> AdapterSlot:
+        if self._adapter_slot is None:
+            raise RuntimeError("vLLM was started without slots for adapters.")
+        return self._adapter_slot
+
+    def _drop_adapter(self) -> None:
+        if self._adapter_slot is not None:
+            self._adapter_slot.drop()
 
     @torch.inference_mode()
     def probe_live_weights(self, names: Iterable[str]) -> LiveParts:
-        """What this rank serves of each named Hugging Face tensor; names that have no live layer are left out."""
+        """What this rank serves of each named Hugging Face tensor, and of its adapter's.
+
+        Names that have no live layer are left out.
+        """
         model = self.model_runner.get_model()
         live, vllm_name = live_parts(model), loader_names(model)
         found = {name: live.get(vllm_name(name)) for name in names}
-        return {name: parts for name, parts in found.items() if parts is not None}
+        adapter = {} if self._adapter_slot is None else self._adapter_slot.live_parts()
+        return {name: parts for name, parts in found.items() if parts is not None} | adapter
 
     def unlink_shared(self) -> None:
         """Let nothing stay in shared memory or the temporary folder when this process is killed."""

@@ -1,0 +1,239 @@
+"""The adapter that vLLM's wrapped layers serve, in one of their slots: replaced in memory, and read back bit for bit.
+
+vLLM has no public way to replace an adapter without a file. A wrapped layer keeps A and B of each Hugging Face matrix
+by slot, padded to the largest rank. Slot 1 stays empty: vLLM's products on CPUs give rows without an adapter the last
+slot's.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.model_executor.layers.linear import RowParallelLinear
+
+from rl_core.errors import EngineError
+from rl_core.weights import probe_vector, tensor_crc32c
+from rl_core.weights.update import LORA_A, LORA_B, PEFT_PREFIX
+from rl_rollout.engines.vllm.live_weights import LivePart, LiveParts, input_range, num_copies, num_parts, part_index
+from rl_rollout.engines.vllm.mixtures import loader_names
+
+ADAPTER_ID = 1
+"""vLLM's number of our adapter."""
+NUM_SLOTS = 2
+SLOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedPart:
+    """Where one rank holds A and B of one Hugging Face matrix.
+
+    Attributes:
+        layer: vLLM's wrapper.
+        index: Of the matrix among those that the layer joins.
+    """
+
+    layer: Any
+    index: int
+
+    @property
+    def _base(self) -> Any:
+        return self.layer.base_layer
+
+    @property
+    def _num_parts(self) -> int:
+        """In how many parts the matrix's rows are split, over ranks or copies of ranks."""
+        return 1 if isinstance(self._base, RowParallelLinear) else num_parts(self._base, self.index)
+
+    @property
+    def _size(self) -> int:
+        """Rows of one of them."""
+        return int(self.layer.lora_b_stacked[self.index].shape[2])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of the matrix, over all ranks."""
+        return self._size * self._num_parts, self._base.input_size
+
+    @property
+    def rows(self) -> slice:
+        """This rank's rows of B."""
+        first = part_index(self._base, self.index) * self._size if self._num_parts > 1 else 0
+        return slice(first, first + self._size)
+
+    @property
+    def columns(self) -> slice:
+        """This rank's columns of A."""
+        first, last, _ = input_range(self._base)
+        return slice(first, last)
+
+    def slots(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[slots, max rank, in] and [slots, out, max rank]: what the live layer has."""
+        return self.layer.lora_a_stacked[self.index][:, 0], self.layer.lora_b_stacked[self.index][:, 0]
+
+    def read(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's part of A and B, as the live layer has them; with the padding where that is not zero."""
+        a, b = (tensor[SLOT] for tensor in self.slots())
+        is_padded = _has_numbers(a[rank:]) or _has_numbers(b[:, rank:])
+        return (a, b) if is_padded else (a[:rank], b[:, :rank])
+
+    def probe_a(self, held: torch.Tensor) -> LivePart:
+        """This rank's share of A's probe."""
+        first, last, size = input_range(self._base)
+        values = held.float() @ _vector(size)[first:last].to(held.device)
+        return _share(values, is_summand=last - first < size)
+
+    def probe_b(self, held: torch.Tensor) -> LivePart:
+        """This rank's share of B's probe; of ranks with the same rows the first one has it."""
+        values = held.float().T @ _vector(self.shape[0])[self.rows].to(held.device)
+        is_copy = self._num_parts > 1 and self._base.tp_rank % num_copies(self._base, self.index)
+        return _share(values * 0 if is_copy else values, is_summand=self._num_parts > 1)
+
+
+class AdapterSlot:
+    """One worker's adapter."""
+
+    def __init__(self, runner: Any) -> None:
+        """Find the wrapped layers of vLLM's model runner.
+
+        Raises:
+            EngineError: One of them is of a kind that could not be read back.
+        """
+        self._runner = runner
+        self._manager = runner.lora_manager._adapter_manager
+        self._vllm_name = loader_names(runner.get_model())
+        self._parts = dict(_adapted_parts(self._manager))
+        self._version: int | None = None
+        self._rank = 0
+        self._sums: dict[str, int] = {}
+
+    def replace(self, tensors: Mapping[str, torch.Tensor], version: int) -> dict[str, int]:
+        """Serve this adapter in place of the last.
+
+        Args:
+            tensors: A and B by peft's names, B with the scaling.
+            version: Of the policy.
+
+        Returns:
+            crc32c of each tensor as it arrived.
+        """
+        sums: dict[str, int] = {}
+        loras: dict[str, LoRALayerWeights] = {}
+        rank, dtype = 0, self._manager.lora_config.lora_dtype
+        for module in dict.fromkeys(map(module_of, tensors)):
+            name, key = self._name(module), f"{PEFT_PREFIX}{module}"
+            a, b = (tensors[key + end].detach().to("cpu", dtype, copy=True) for end in (LORA_A, LORA_B))
+            rank, part = len(a), self._parts[name]
+            sums[key + LORA_A], sums[key + LORA_B] = tensor_crc32c(a[:, part.columns]), tensor_crc32c(b[part.rows])
+            loras[name] = LoRALayerWeights(name, rank, rank, a, b)
+        manager = self._manager
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(LoRAModel(ADAPTER_ID, rank, loras))
+        manager.activate_adapter(ADAPTER_ID)
+        manager.pin_adapter(ADAPTER_ID)
+        self._version, self._rank, self._sums = version, rank, sums
+        is_whole = all(layer.tp_size == 1 for layer in manager.modules.values())
+        if is_whole and all(tensor.dtype == dtype for tensor in tensors.values()):
+            return sums
+        return {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
+
+    def drop(self) -> None:
+        """Serve none."""
+        self._manager.remove_adapter(ADAPTER_ID)
+        self._version, self._sums = None, {}
+
+    def follow(self, loras: Mapping[str, Any]) -> None:
+        """Serve requests that run already with this adapter, or with none; by vLLM's id."""
+        for request_id, lora_request in loras.items():
+            if request_id in self._runner.requests:  # others have not been in a step
+                self._runner.requests[request_id].lora_request = lora_request
+
+    def live_parts(self) -> LiveParts:
+        """What this rank serves of each tensor of the adapter; NaN where it is not what arrived, bit for bit."""
+        parts: LiveParts = {}
+        for module in dict.fromkeys(module_of(name) for name in self._sums):
+            part, key = self._parts[self._name(module)], f"{PEFT_PREFIX}{module}"
+            a, b = part.read(self._rank)
+            for name, held, probe in ((key + LORA_A, a, part.probe_a), (key + LORA_B, b, part.probe_b)):
+                if tensor_crc32c(held) == self._sums[name]:
+                    parts[name] = [probe(held)]
+                else:
+                    unlike = np.full(self._rank, np.nan, np.float32)
+                    parts[name] = [LivePart(values=unlike, start=0, num_rows=self._rank)]
+        return parts
+
+    def absence(self, version: int | None) -> str | None:
+        """Why requests of this version's adapter cannot be served; cheap enough to be asked before each step."""
+        expected = [None if version is None else ADAPTER_ID, *[None] * (NUM_SLOTS - 1)]
+        slots = self._manager.lora_index_to_id
+        if slots != expected:
+            return f"vLLM's slots of adapters must hold {expected}; they hold {slots}."
+        if self._version != version:
+            return f"the adapter of version {version} must be served; {self._version} is."
+        if version is not None and ADAPTER_ID not in self._manager._registered_adapters:
+            return f"the adapter of version {version} is registered no more."
+        return None
+
+    def problems(self, version: int | None) -> list[str]:
+        """All that is wrong beside the tensors that `live_parts` names."""
+        absence = self.absence(version)
+        found = [] if absence is None else [absence]
+        manager = self._manager
+        for adapters in (manager._registered_adapters, manager._active_adapters):
+            if set(adapters.cache) != ({ADAPTER_ID} & adapters.pinned_items if version is not None else set()):
+                found.append(
+                    f"vLLM holds the adapters {sorted(adapters.cache)}, pinned {sorted(adapters.pinned_items)}."
+                )
+                break
+        named = {self._name(module_of(name)) for name in self._sums}
+        for name, part in self._parts.items():
+            a, b = part.slots()
+            if _has_numbers(a[SLOT + 1 :]) or _has_numbers(b[SLOT + 1 :]):
+                found.append(f"slot {SLOT + 1}, which stays empty, holds numbers of {name}.")
+            if version is not None and name not in named and (_has_numbers(a[SLOT]) or _has_numbers(b[SLOT])):
+                found.append(f"{name} serves an adapter, and version {version} has none for it.")
+        return found
+
+    def unserved(self, modules: Iterable[str]) -> list[str]:
+        """Those of the Hugging Face modules that no layer here can change."""
+        return [module for module in modules if self._name(module) not in self._parts]
+
+    def _name(self, module: str) -> str:
+        return self._vllm_name(f"{module}.weight").removesuffix(".weight")
+
+
+def module_of(name: str) -> str:
+    """The Hugging Face module that a tensor of an adapter changes."""
+    return name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A).removesuffix(LORA_B)
+
+
+def _adapted_parts(manager: Any) -> Iterator[tuple[str, AdaptedPart]]:
+    for path, layer in manager.modules.items():
+        parent, _, own = path.rpartition(".")
+        names = manager.packed_modules_mapping.get(own) or [own]
+        if not isinstance(layer, BaseLinearLayerWithLoRA) or len(names) != layer.n_slices:
+            raise EngineError(
+                f"{path}: vLLM's {type(layer).__name__} cannot be read back, so that an adapter in it would not be "
+                "proven. Leave it out of lora_target_modules."
+            )
+        for index, name in enumerate(names):
+            yield f"{parent}.{name}", AdaptedPart(layer, index)
+
+
+@lru_cache(maxsize=32)
+def _vector(size: int) -> torch.Tensor:
+    return probe_vector(size)
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether an element is not zero; several times as fast as `any`."""
+    return tensor.numel() > 0 and any(bound != 0 for bound in tensor.aminmax())
+
+
+def _share(values: torch.Tensor, *, is_summand: bool) -> LivePart:
+    return LivePart(values=values.cpu().numpy(), start=0, num_rows=len(values), is_summand=is_summand)

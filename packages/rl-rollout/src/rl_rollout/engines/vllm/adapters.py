@@ -1,0 +1,110 @@
+"""Which adapter vLLM's requests are served with, as its scheduler knows it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+
+from rl_core.errors import EngineError
+from rl_core.weights import WeightUpdate
+from rl_rollout.engines.stepper import Sample
+from rl_rollout.engines.vllm.adapter_slot import ADAPTER_ID, module_of
+from rl_rollout.engines.vllm.prompt_sharing import PromptSharing
+
+IN_MEMORY = "in memory, not a folder"
+"""vLLM wants a path; it never reads an adapter that has a slot."""
+
+
+class PublishedAdapter:
+    """The adapter that was published last; none before the first, and none after an update of all weights.
+
+    Attributes:
+        version: Of the policy; None without an adapter.
+        base_version: Of the policy whose weights are under it.
+    """
+
+    def __init__(self, core: Any, *, can_serve: bool) -> None:
+        """Serve none.
+
+        Args:
+            core: vLLM's.
+            can_serve: vLLM was started with slots for adapters.
+        """
+        self._core = core
+        self._can_serve = can_serve
+        self.version: int | None = None
+        self.base_version = 0
+        if can_serve:
+            core.collective_rpc("open_adapter_slot")
+
+    def check_modules(self, names: Iterable[str]) -> None:
+        """Refuse an adapter of modules for which vLLM has no slots.
+
+        Args:
+            names: Of its tensors.
+
+        Raises:
+            EngineError: Names them.
+        """
+        modules = list(dict.fromkeys(map(module_of, names)))
+        (unserved, *_) = self._core.collective_rpc("unserved_modules", args=(modules,))
+        if unserved:
+            raise EngineError(
+                f"vLLM was started without room for an adapter of {', '.join(unserved[:3])}. Add the last parts of "
+                f"their names to lora_target_modules (VLLMOptions); {len(unserved)} are missing."
+            )
+
+    def request_of(self, sample: Sample) -> LoRARequest | None:
+        """What vLLM is told of a sample's adapter: its name decides which keys and values are shared."""
+        if self.version is None or sample.adapter == "base":
+            return None
+        return self._request()
+
+    def replaced(self, update: WeightUpdate, running: Sequence[tuple[Sample, Any]]) -> None:
+        """The workers have other weights; what runs goes on under them.
+
+        Args:
+            update: That they have now.
+            running: Each sample with vLLM's request.
+        """
+        if update.adapter is None:
+            self.version, self.base_version = None, update.version
+        else:
+            self.version = update.version
+        if not self._can_serve:
+            return
+        for sample, request in running:
+            request.lora_request = self.request_of(sample)
+            request.block_hashes.clear()
+            request.update_block_hashes()
+        loras = {request.request_id: request.lora_request for _, request in running}
+        self._core.collective_rpc("follow_adapter", args=(loras,))
+
+    def version_of(self, sample: Sample, version: int) -> int:
+        """Which of the policy's versions serves a sample, when `version` was published last."""
+        return self.base_version if sample.adapter == "base" else version
+
+    def absence(self, samples: Iterable[Sample]) -> str | None:
+        """Why samples cannot be served any more, where one of these needs the adapter; asked before each step."""
+        if self.version is None or not any(self.request_of(sample) for sample in samples):
+            return None
+        absences = self._core.collective_rpc("adapter_absence", args=(self.version,))
+        return next((absence for absence in absences if absence is not None), None)
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong after an update, beside the tensors themselves."""
+        if self._can_serve:
+            for rank, found in enumerate(self._core.collective_rpc("adapter_problems", args=(self.version,))):
+                yield from (f"Worker {rank}: {problem}" for problem in found)
+        scheduler = self._core.scheduler
+        if num := len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block):
+            yield f"{num} blocks of keys and values of the weights before are still in the prefix cache."
+        if isinstance(scheduler.connector, PromptSharing) and (num := scheduler.connector.num_leaders):
+            yield f"{num} samples of the weights before still share their prompts."
+        name = None if self.version is None else self._request().lora_name
+        for request in scheduler.requests.values():
+            if request.lora_request is not None and request.lora_request.lora_name != name:
+                yield f"Request {request.request_id} is served by {request.lora_request.lora_name!r}, not {name!r}."
+
+    def _request(self) -> LoRARequest:
+        return LoRARequest(f"policy@{self.version}", ADAPTER_ID, IN_MEMORY)
