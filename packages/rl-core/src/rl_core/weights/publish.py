@@ -164,7 +164,8 @@ def check_receipt(update: WeightUpdate, receipt: WeightReceipt, *, tolerances: P
         The largest probe difference, as a share of that probe's largest value.
 
     Raises:
-        WeightProofError: Wrong version, or a tensor that is missing, changed on its way, or not live.
+        WeightProofError: Wrong version, a problem that the engine itself found, or a tensor that is missing, changed
+            on its way, or not live.
         DataError: A tied name has a source that was not sent.
     """
     if receipt.version != update.version:
@@ -179,6 +180,13 @@ def check_receipt(update: WeightUpdate, receipt: WeightReceipt, *, tolerances: P
             raise WeightProofError(f"tensor {name!r} is not among the engine's live weights.", tensor=name)
         share = _difference(name, probe, live)
         if not share <= tolerances.probe:
+            if update.adapter is not None and name not in update.digests:
+                raise WeightProofError(
+                    f"tensor {name!r} of the base is not what the adapter of version {update.version} was trained on: "
+                    f"its probe differs by {share:.2g} of its largest value (allowed {tolerances.probe:g}). It was "
+                    "changed in the engine, or the engine was started from another model folder than the learner.",
+                    tensor=name,
+                )
             found = f"its probe differs by {share:.2g} of its largest value (allowed {tolerances.probe:g})"
             if np.isnan(share):
                 found = "it was read back with other bits than arrived, or its expert computes something else, or NaN,"
@@ -226,7 +234,7 @@ def check_canary(canary: Canary, scores: Sequence[FloatArray], *, tolerances: Pr
 
 def _check_finite(update: WeightUpdate, canary: Canary) -> None:
     """Refuse what no engine could serve, so that none is blamed for it."""
-    for name, digest in update.digests.items():
+    for name, digest in update.served.items():
         if not np.isfinite(digest.probe).all():
             raise WeightProofError(
                 f"the learner's own tensor {name!r} is not finite at version {update.version}; nothing was published. "

@@ -15,6 +15,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
+
 from rl_core.data.records import ExpertArray, FloatArray, IntArray
 from rl_core.errors import ShapeError
 from rl_core.files.checksums import checksum
@@ -46,6 +48,14 @@ class TensorDigest:
     dtype: str
     crc32c: int
     probe: FloatArray
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """The probe travels as plain bytes: an adapter's update has the digests of its whole base."""
+        return _unpickled_digest, (self.shape, self.dtype, self.crc32c, self.probe.tobytes())
+
+
+def _unpickled_digest(shape: tuple[int, ...], dtype: str, crc32c: int, probe: bytes) -> TensorDigest:
+    return TensorDigest(shape=shape, dtype=dtype, crc32c=crc32c, probe=np.frombuffer(probe, np.float32).copy())
 
 
 @record

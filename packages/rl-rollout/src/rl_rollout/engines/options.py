@@ -67,7 +67,7 @@ class TransformersOptions:
         max_model_len: Most tokens of prompt and response together; None takes what the model allows.
         max_num_seqs: Samples of one batch; more wait for it to finish.
         max_lora_rank: As `VLLMOptions`'s; needs peft.
-        lora_target_modules: As `VLLMOptions`'s.
+        lora_target_modules: As `VLLMOptions`'s; none allows every linear layer but the head.
         seed: Of the draws of requests that have none.
     """
 

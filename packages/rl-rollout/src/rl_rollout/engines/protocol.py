@@ -70,7 +70,8 @@ class GenerateRequest:
         request_id: What `abort` knows the request by; several may share one, such as all turns of a session.
         on_tokens: Called on the event loop with tokens as they are sampled, while `generate` is awaited; see
             `rl_rollout.engines.stream`. It returns at once; what it raises fails this request alone.
-        adapter: Which adapter serves it: None takes what was published last, "base" the weights without any.
+        adapter: Which adapter serves it: None takes what was published last; "base" the weights without any, of the
+            version of the last update of all weights, from engines with room for adapters.
     """
 
     input_ids: Annotated[IntArray, Axes("P")]

@@ -30,14 +30,11 @@ def check_request(request: GenerateRequest, traits: EngineTraits) -> None:
             f"sampling must be one SamplingParams, or one for each of the {request.num_samples} samples; found "
             f"{len(samplings)}."
         )
-    if request.adapter not in (None, "base"):
-        raise EngineError(
-            f'adapter must be None, for what was published last, or "base"; found {request.adapter!r}. An engine '
-            "serves one adapter at a time."
-        )
     for sampling in set(samplings):
         _check_sampling(sampling, traits)
     check_token_ids(request.input_ids, traits, what="input_ids")
+    if request.adapter is not None:
+        _check_adapter(request.adapter, traits)
     longest = max(sampling.max_tokens for sampling in samplings)
     if len(request.input_ids) + longest > traits.max_model_len:
         raise EngineError(
@@ -104,6 +101,17 @@ def aborted_generations(request: GenerateRequest) -> list[Generation]:
         token_ids=nothing, logprobs=nothing.astype(np.float32), policy_versions=nothing, finish_reason="abort"
     )
     return [one] * request.num_samples
+
+
+def _check_adapter(adapter: str, traits: EngineTraits) -> None:
+    """An engine without room for adapters may have one in its weights, which it cannot leave out."""
+    if adapter != "base":
+        raise EngineError(f'adapter must be None, which is what was published last, or "base"; found {adapter!r}.')
+    if not traits.max_lora_rank:
+        raise EngineError(
+            f'adapter = "base" needs an engine that keeps the adapter beside its weights; {traits.name} has no room for '
+            "one. Start it with max_lora_rank, or leave adapter out."
+        )
 
 
 def _check_sampling(sampling: SamplingParams, traits: EngineTraits) -> None:

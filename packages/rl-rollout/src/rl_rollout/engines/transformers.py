@@ -41,4 +41,13 @@ class TransformersEngine(SteppedEngine):
                 f"the transformers engine needs torch and transformers: {error}. "
                 "Install rl-rollout[transformers] as the README says."
             ) from error
-        return TransformersStepper(self._model_dir, self._options)
+        if not self._options.max_lora_rank:
+            return TransformersStepper(self._model_dir, self._options)
+        try:
+            from rl_rollout.engines.transformers_adapter import ModelAdapter
+        except ImportError as error:
+            raise MissingExtraError(
+                f"max_lora_rank = {self._options.max_lora_rank} needs peft: {error}. Install rl-rollout[peft], or set it "
+                "to 0."
+            ) from error
+        return TransformersStepper(self._model_dir, self._options, adapter=ModelAdapter)

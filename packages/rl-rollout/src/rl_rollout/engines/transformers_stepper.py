@@ -1,12 +1,14 @@
 """A Hugging Face causal model as a `Stepper`. Importing this imports torch and transformers."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
@@ -17,14 +19,35 @@ from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure, TokenScores
 from rl_rollout.engines.sampling import draw_tokens, processed_logprobs
 from rl_rollout.engines.stepper import Sample
-from rl_rollout.engines.weight_checks import check_update, each_expert, update_tensors
+from rl_rollout.engines.weight_checks import (
+    Shapes,
+    base_tensors,
+    check_adapter,
+    check_update,
+    each_expert,
+    update_tensors,
+)
+
+if TYPE_CHECKING:
+    from rl_rollout.engines.transformers_adapter import ModelAdapter
 
 
 class TransformersStepper:
     """A model and the batches under way; samples admitted together are one batch with a KV cache of its own."""
 
-    def __init__(self, model_dir: Path, options: TransformersOptions) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        options: TransformersOptions,
+        *,
+        adapter: "Callable[[PreTrainedModel, tuple[str, ...]], ModelAdapter] | None" = None,
+    ) -> None:
         """Load the model; no code of the folder runs.
+
+        Args:
+            model_dir: Its folder.
+            options: How it runs.
+            adapter: Makes the place of its adapter; None where there is no room for one.
 
         Raises:
             EngineError: transformers cannot load it.
@@ -45,7 +68,8 @@ class TransformersStepper:
         self._seeds = np.random.default_rng(options.seed)
         self._waiting: list[Sample] = []
         self._batches: list[_Batch] = []
-        self._version = 0
+        self._adapter = None if adapter is None else adapter(self._model, options.lora_target_modules)
+        self._served = self._served_base = _Served(0)
         vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         self._traits = EngineTraits(
             name=f"transformers {transformers_version} ({options.device}, {options.dtype})",
@@ -54,6 +78,7 @@ class TransformersStepper:
             max_top_k=vocab_size,
             can_sleep=torch.device(options.device).type == "cuda",
             can_match_text=has_tokenizer(model_dir),
+            max_lora_rank=options.max_lora_rank,
         )
 
     @property
@@ -90,18 +115,21 @@ class TransformersStepper:
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `Stepper.update_weights`."""
         tensors = update_tensors(update)
-        live = each_expert(self._model.state_dict())
-        check_update(update, tensors, {name: tuple(live[name].shape) for name in live if name not in update.tied})
-        arrived = {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            live[name].copy_(tensor)
-        for batch in self._batches:
-            batch.cache = None
-            for sample in batch.samples:
-                sample.num_preempted += 1
-        self._version = update.version
-        served = {name: probe_tensor(tensor) for name, tensor in each_expert(self._model.state_dict()).items()}
-        return WeightReceipt(version=update.version, arrived=arrived, live=served)
+        live = self._base()
+        shapes = {name: tuple(live[name].shape) for name in live if name not in update.tied}
+        served = _Served(update.version)
+        if update.adapter is not None:
+            self._replace_adapter(update, tensors, shapes)
+        else:
+            check_update(update, tensors, shapes)
+            for name, tensor in tensors.items():
+                live[name].copy_(tensor)
+            if self._adapter is not None:
+                self._adapter.drop()
+            self._served_base = served
+        self._served = served
+        self._forget_old()
+        return self._receipt(update, tensors)
 
     def reset_prefix_cache(self) -> None:
         """See `Stepper.reset_prefix_cache`; nothing is kept from one batch to the next."""
@@ -124,18 +152,55 @@ class TransformersStepper:
         self._waiting.clear()
         del self._model
 
+    def _base(self) -> dict[str, torch.Tensor]:
+        """The weights by the names that learners publish."""
+        return each_expert(base_tensors(self._model.state_dict()))
+
+    def _replace_adapter(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor], model: Shapes) -> None:
+        matrices = {} if self._adapter is None else self._adapter.matrices
+        max_rank = self._traits.max_lora_rank
+        adapter = check_adapter(update, tensors, matrices=matrices, model=model, max_lora_rank=max_rank)
+        if self._adapter is not None:
+            self._adapter.replace(tensors, adapter.rank)
+
+    def _served_to(self, adapter: str | None) -> "_Served":
+        return self._served if adapter is None else self._served_base
+
+    def _forget_old(self) -> None:
+        """Drop what was computed with weights that were replaced."""
+        for batch in self._batches:
+            if batch.served is not self._served_to(batch.adapter):
+                batch.cache = None
+                for sample in batch.samples:
+                    sample.num_preempted += 1
+
+    def _receipt(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> WeightReceipt:
+        arrived = {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
+        live = {name: probe_tensor(tensor) for name, tensor in self._base().items()}
+        problems = [
+            f"{len(batch.samples)} samples go on with what version {batch.served.version} computed of them."
+            for batch in self._batches
+            if batch.cache is not None and batch.served is not self._served_to(batch.adapter)
+        ]
+        if self._adapter is not None:
+            adapted = tensors if update.adapter is not None else {}
+            live |= self._adapter.live(adapted)
+            problems += self._adapter.problems(adapted)
+        return WeightReceipt(version=self._served.version, arrived=arrived, live=live, problems=tuple(problems))
+
     def _form_batches(self) -> None:
         room = self._options.max_num_seqs - sum(len(batch.samples) for batch in self._batches)
         if room <= 0 or not self._waiting:
             return
         taken, self._waiting = self._waiting[:room], self._waiting[room:]
-        for is_scoring in (False, True):
-            samples = [sample for sample in taken if (sample.sampling is None) is is_scoring]
-            if samples:
-                self._batches.append(_Batch(samples))
+        alike: dict[tuple[bool, str | None], list[Sample]] = {}
+        for sample in taken:
+            alike.setdefault((sample.sampling is None, sample.adapter), []).append(sample)
+        self._batches.extend(map(_Batch, alike.values()))
 
     def _advance(self, batch: "_Batch") -> list[Sample]:
-        logits = batch.forward(self._model)
+        with nullcontext() if self._adapter is None or batch.adapter is None else self._adapter.left_out():
+            logits = batch.forward(self._model, self._served_to(batch.adapter))
         if batch.is_scoring:
             return batch.finish_scoring(logits)
         sampling = [sample.sampling or SamplingParams(max_tokens=1) for sample in batch.samples]
@@ -153,11 +218,18 @@ class TransformersStepper:
             sampling = sample.sampling or SamplingParams(max_tokens=1)
             sample.token_ids.append(token)
             sample.logprobs.append(logprob if sampling.temperature else 0.0)
-            sample.policy_versions.append(self._version)
+            sample.policy_versions.append(self._served_to(sample.adapter).version)
             if token in self._end_token_ids or token in sampling.stop_token_ids:
                 sample.finish_reason = "stop"
             elif len(sample.token_ids) == sampling.max_tokens:
                 sample.finish_reason = "length"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Served:
+    """One set of weights, or adapter, by identity: the same version may be published twice."""
+
+    version: int
 
 
 class _Batch:
@@ -166,10 +238,12 @@ class _Batch:
     def __init__(self, samples: list[Sample]) -> None:
         self.samples = samples
         self.cache: DynamicCache | None = None
+        self.served = _Served(0)
         self.is_scoring = samples[0].sampling is None
+        self.adapter = samples[0].adapter
         self._mask = torch.empty(0)
 
-    def forward(self, model: torch.nn.Module) -> torch.Tensor:
+    def forward(self, model: torch.nn.Module, served: "_Served") -> torch.Tensor:
         """[N, T, V] logits of what is new: everything after the start or an update of the weights, else one token."""
         device = next(model.parameters()).device
         if self.cache is None:
@@ -178,7 +252,7 @@ class _Batch:
             ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
             lengths = torch.tensor([len(row) for row in rows], device=device)
             self._mask = (torch.arange(width, device=device) >= width - lengths.unsqueeze(-1)).long()
-            self.cache = DynamicCache(config=model.config)
+            self.cache, self.served = DynamicCache(config=model.config), served
         else:
             ids = torch.tensor([[sample.token_ids[-1]] for sample in self.samples], device=device)
             self._mask = torch.cat([self._mask, torch.ones_like(ids)], dim=-1)

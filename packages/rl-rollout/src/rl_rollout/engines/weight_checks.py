@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 
 from rl_core.errors import EngineError, WeightsGoneError
 from rl_core.files import read_json_object, read_safetensors_header, require_plain
-from rl_core.weights import WeightUpdate
+from rl_core.weights import AdapterUpdate, WeightUpdate
 from rl_core.weights.update import LORA_A, LORA_B, PEFT_PREFIX
-from rl_rollout.engines.protocol import EngineTraits
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each tensor by Hugging Face name."""
@@ -92,6 +91,20 @@ def each_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return apart
 
 
+def base_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a model under an adapter of peft's, by the names that they have without it."""
+    return {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in tensors.items()
+        if ".lora_A." not in name and ".lora_B." not in name
+    }
+
+
+def module_of(name: str) -> str:
+    """The Hugging Face module that a tensor of an adapter changes; the name itself where it is of no adapter."""
+    return name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A).removesuffix(LORA_B)
+
+
 def check_update(update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expected: Shapes) -> None:
     """Refuse an update that would leave the model half replaced, before anything is touched.
 
@@ -103,53 +116,67 @@ def check_update(update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expe
     Raises:
         EngineError: A tensor is missing, unknown, or of another shape.
     """
-    missing = set(expected) - set(tensors) - set(update.tied)
-    if missing:
-        raise EngineError(f"a weight update must hold every tensor of the model; {_some(missing)} missing.")
-    unknown = set(tensors) - set(expected) - set(update.tied)
-    if unknown:
-        raise EngineError(f"a weight update must hold only tensors of the model; found {_some(unknown)} beside them.")
-    for name, tensor in tensors.items():
-        if name in expected and tuple(tensor.shape) != expected[name]:
-            raise EngineError(
-                f"tensor {name!r} must have the model's shape {list(expected[name])}; found {list(tensor.shape)}."
-            )
+    _check_whole({name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected, update.tied)
 
 
 def check_adapter(
-    update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expected: Shapes, traits: EngineTraits
-) -> None:
-    """Refuse an adapter that the engine cannot serve, before anything is touched.
+    update: WeightUpdate,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    matrices: Shapes,
+    model: Shapes,
+    max_lora_rank: int,
+) -> AdapterUpdate:
+    """Refuse an adapter that would not be served whole, or not on its base, before anything is touched.
 
     Args:
         update: What was published, with its adapter.
         tensors: What arrived; each with a `shape`.
-        expected: The model's tensors; tied names may be left out of the adapter's base.
-        traits: The engine's.
+        matrices: [out, in] of each module that an adapter may change, by Hugging Face name.
+        model: The model's tensors; tied names may be left out of the adapter's base.
+        max_lora_rank: Largest rank that the engine has room for.
+
+    Returns:
+        The update's adapter.
 
     Raises:
-        EngineError: Its rank is too large, a tensor is missing or of another shape, or it is made for another model.
+        EngineError: There is no room for it, an A or B is missing, unknown, or of another shape, or the base has other
+            tensors than the model.
     """
     adapter = update.adapter
-    if adapter is None or adapter.rank > traits.max_lora_rank:
+    if adapter is None or not 1 <= adapter.rank <= max_lora_rank:
+        found = "no adapter" if adapter is None else f"one of rank {adapter.rank}"
         raise EngineError(
-            f"{traits.name} takes adapters up to rank {traits.max_lora_rank}; found rank "
-            f"{adapter and adapter.rank}. Start the engine with a max_lora_rank of at least that."
+            f"an adapter's rank must be from 1 to the engine's max_lora_rank = {max_lora_rank}; found {found}. Start the "
+            'engine with more, or publish all weights with the adapter in them ([lora] serving = "merged").'
         )
-    if unlike := set(adapter.base) ^ (set(expected) - set(update.tied)) - set(update.tied):
-        raise EngineError(f"an adapter's base must have the tensors of the model; {_some(unlike)} is not in both.")
-    for name in tensors:
-        module = name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A).removesuffix(LORA_B)
-        shape = expected.get(f"{module}.weight", ())
-        if len(shape) != 2:
-            raise EngineError(f"an adapter must be of matrices of the model; found {name!r}.")
-        for end, wanted in ((LORA_A, (adapter.rank, shape[1])), (LORA_B, (shape[0], adapter.rank))):
-            found = tensors.get(f"{PEFT_PREFIX}{module}{end}")
-            if found is None or tuple(found.shape) != wanted:
-                raise EngineError(
-                    f"tensor {f'{PEFT_PREFIX}{module}{end}'!r} must have shape {list(wanted)}; found "
-                    f"{'none' if found is None else list(found.shape)}."
-                )
+    expected = {}
+    for module in dict.fromkeys(map(module_of, tensors)):
+        if module not in matrices:
+            raise EngineError(
+                f"an adapter may change {_some(matrices) if matrices else 'nothing'}; found {module!r}. Name its kind in "
+                "the engine's lora_target_modules, or leave it out of the adapter."
+            )
+        rows, columns = matrices[module]
+        expected[f"{PEFT_PREFIX}{module}{LORA_A}"] = adapter.rank, columns
+        expected[f"{PEFT_PREFIX}{module}{LORA_B}"] = rows, adapter.rank
+    if not expected:
+        raise EngineError("an adapter must have at least one A and B; found none. Check the learner's target_modules.")
+    _check_whole({name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected, of="the adapter")
+    _check_whole({name: digest.shape for name, digest in adapter.base.items()}, model, update.tied)
+    return adapter
+
+
+def _check_whole(found: Shapes, expected: Shapes, tied: Iterable[str] = (), *, of: str = "the model") -> None:
+    missing = set(expected) - set(found) - set(tied)
+    if missing:
+        raise EngineError(f"a weight update must hold every tensor of {of}; {_some(missing)} missing.")
+    unknown = set(found) - set(expected) - set(tied)
+    if unknown:
+        raise EngineError(f"a weight update must hold only tensors of {of}; found {_some(unknown)} beside them.")
+    for name, shape in found.items():
+        if name in expected and shape != expected[name]:
+            raise EngineError(f"tensor {name!r} must have {of}'s shape {list(expected[name])}; found {list(shape)}.")
 
 
 def _some(names: Iterable[str]) -> str:

@@ -7,9 +7,11 @@
         @pytest.fixture
         def engine(self, model_dir): ...  # started, serving model_dir in float32, max_model_len 64 or more
 
+`AdapterChecks` is the same for an engine with room for adapters of every linear layer but the head.
 Each check runs an event loop of its own on the engine it is given.
 """
 
+from rl_rollout.testing.adapter_checks import AdapterChecks
 from rl_rollout.testing.client_checks import ClientChecks
 from rl_rollout.testing.engine_calls import begin, generate, joined, refuses
 from rl_rollout.testing.generation_checks import GenerationChecks
@@ -17,7 +19,16 @@ from rl_rollout.testing.reference_model import make_tiny_model, reference_logpro
 from rl_rollout.testing.scoring_checks import ScoringChecks
 from rl_rollout.testing.update_checks import UpdateChecks
 
-__all__ = ["EngineConformance", "begin", "generate", "joined", "make_tiny_model", "reference_logprobs", "refuses"]
+__all__ = [
+    "AdapterChecks",
+    "EngineConformance",
+    "begin",
+    "generate",
+    "joined",
+    "make_tiny_model",
+    "reference_logprobs",
+    "refuses",
+]
 
 
 class EngineConformance(GenerationChecks, ClientChecks, ScoringChecks, UpdateChecks):

@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from rl_core.data import FloatArray, IntArray
 from rl_core.record_fields import converts_arguments
 from rl_core.weights import Canary
-from rl_rollout.engines.weight_checks import each_expert
+from rl_core.weights.update import LORA_A, LORA_B, PEFT_PREFIX
+from rl_rollout.engines.weight_checks import each_expert, module_of
 
 TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
+LINEAR_KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 END = "<end>"
 CHARACTERS = 'ab{}":,123'
 EMOJI = "\N{GRINNING FACE}"
@@ -108,6 +110,31 @@ def write_tiny_tokenizer(model_dir: Path, *, vocab_size: int) -> None:
     tokenizer.save(str(model_dir / "tokenizer.json"))
     special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": "<pad>"}
     (model_dir / "tokenizer_config.json").write_text(json.dumps(special))
+
+
+def make_adapter(
+    tensors: Mapping[str, torch.Tensor], *, rank: int, seed: int, kinds: Sequence[str] = LINEAR_KINDS
+) -> dict[str, torch.Tensor]:
+    """A and B for each matrix of these kinds, by peft's names; neither is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    adapter = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in kinds:
+            rows, columns = tensor.shape
+            adapter[f"{PEFT_PREFIX}{module}{LORA_A}"] = 0.15 * torch.randn(rank, columns, generator=generator)
+            adapter[f"{PEFT_PREFIX}{module}{LORA_B}"] = 0.15 * torch.randn(rows, rank, generator=generator)
+    return adapter
+
+
+def merged(tensors: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors with W + B @ A in the place of each W that the adapter changes."""
+    found = dict(tensors)
+    for name, tensor in adapter.items():
+        if name.endswith(LORA_A):
+            module = module_of(name)
+            found[f"{module}.weight"] = tensors[f"{module}.weight"] + adapter[f"{PEFT_PREFIX}{module}{LORA_B}"] @ tensor
+    return found
 
 
 def perturbed(tensors: Mapping[str, torch.Tensor], *, scale: float) -> dict[str, torch.Tensor]:

@@ -80,6 +80,7 @@ class ReplicatedEngine:
             max_model_len=min(found.max_model_len for found in traits),
             can_sleep=all(found.can_sleep for found in traits),
             max_top_k=min(found.max_top_k for found in traits),
+            max_lora_rank=min(found.max_lora_rank for found in traits),
         )
 
     @property
@@ -321,11 +322,12 @@ class ReplicatedEngine:
 
     def _check_equal(self, traits: EngineTraits) -> None:
         present = self.traits
-        if traits.vocab_size != present.vocab_size or traits.max_model_len < present.max_model_len:
+        limits = [(one.max_model_len, one.max_lora_rank) for one in (present, traits)]
+        if traits.vocab_size != present.vocab_size or any(has < wanted for wanted, has in zip(*limits, strict=True)):
             raise EngineError(
                 f"a replica must be equal to the others: a vocabulary of {present.vocab_size} tokens, max_model_len "
-                f"{present.max_model_len} or more; found {traits.vocab_size} and {traits.max_model_len} in "
-                f"{traits.name}."
+                f"{present.max_model_len} and max_lora_rank {present.max_lora_rank} or more; found {traits.vocab_size}, "
+                f"{traits.max_model_len} and {traits.max_lora_rank} in {traits.name}."
             )
 
     def _check_dispensable(self, replica: Replica) -> None:

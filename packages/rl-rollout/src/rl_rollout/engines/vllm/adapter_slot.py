@@ -22,6 +22,7 @@ from rl_core.weights import probe_vector, tensor_crc32c
 from rl_core.weights.update import LORA_A, LORA_B, PEFT_PREFIX
 from rl_rollout.engines.vllm.live_weights import LivePart, LiveParts, input_range, num_copies, num_parts, part_index
 from rl_rollout.engines.vllm.mixtures import loader_names
+from rl_rollout.engines.weight_checks import module_of
 
 ADAPTER_ID = 1
 """vLLM's number of our adapter."""
@@ -199,17 +200,12 @@ class AdapterSlot:
                 found.append(f"{name} serves an adapter, and version {version} has none for it.")
         return found
 
-    def unserved(self, modules: Iterable[str]) -> list[str]:
-        """Those of the Hugging Face modules that no layer here can change."""
-        return [module for module in modules if self._name(module) not in self._parts]
+    def served(self, modules: Iterable[str]) -> list[str]:
+        """Those of the Hugging Face modules that an adapter may change here."""
+        return [module for module in modules if self._name(module) in self._parts]
 
     def _name(self, module: str) -> str:
         return self._vllm_name(f"{module}.weight").removesuffix(".weight")
-
-
-def module_of(name: str) -> str:
-    """The Hugging Face module that a tensor of an adapter changes."""
-    return name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A).removesuffix(LORA_B)
 
 
 def _adapted_parts(manager: Any) -> Iterator[tuple[str, AdaptedPart]]:

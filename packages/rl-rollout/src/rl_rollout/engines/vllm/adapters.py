@@ -5,11 +5,11 @@ from typing import Any
 
 from vllm.lora.request import LoRARequest
 
-from rl_core.errors import EngineError
 from rl_core.weights import WeightUpdate
 from rl_rollout.engines.stepper import Sample
-from rl_rollout.engines.vllm.adapter_slot import ADAPTER_ID, module_of
+from rl_rollout.engines.vllm.adapter_slot import ADAPTER_ID
 from rl_rollout.engines.vllm.prompt_sharing import PromptSharing
+from rl_rollout.engines.weight_checks import Shapes
 
 IN_MEMORY = "in memory, not a folder"
 """vLLM wants a path; it never reads an adapter that has a slot."""
@@ -21,38 +21,26 @@ class PublishedAdapter:
     Attributes:
         version: Of the policy; None without an adapter.
         base_version: Of the policy whose weights are under it.
+        matrices: (out, in) of each Hugging Face module that it may change.
     """
 
-    def __init__(self, core: Any, *, can_serve: bool) -> None:
+    def __init__(self, core: Any, shapes: Shapes, *, can_serve: bool) -> None:
         """Serve none.
 
         Args:
             core: vLLM's.
+            shapes: The model's tensors.
             can_serve: vLLM was started with slots for adapters.
         """
         self._core = core
         self._can_serve = can_serve
         self.version: int | None = None
         self.base_version = 0
+        self.matrices: Shapes = {}
         if can_serve:
-            core.collective_rpc("open_adapter_slot")
-
-    def check_modules(self, names: Iterable[str]) -> None:
-        """Refuse an adapter of modules for which vLLM has no slots.
-
-        Args:
-            names: Of its tensors.
-
-        Raises:
-            EngineError: Names them.
-        """
-        modules = list(dict.fromkeys(map(module_of, names)))
-        (unserved, *_) = self._core.collective_rpc("unserved_modules", args=(modules,))
-        if unserved:
-            raise EngineError(
-                f"vLLM was started without room for an adapter of {', '.join(unserved[:3])}. Add the last parts of "
-                f"their names to lora_target_modules (VLLMOptions); {len(unserved)} are missing."
-            )
+            modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
+            served, *_ = core.collective_rpc("open_adapter_slot", args=(list(modules),))
+            self.matrices = {module: modules[module] for module in served}
 
     def request_of(self, sample: Sample) -> LoRARequest | None:
         """What vLLM is told of a sample's adapter: its name decides which keys and values are shared."""

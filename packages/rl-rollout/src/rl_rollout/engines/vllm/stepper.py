@@ -87,7 +87,7 @@ class VLLMStepper:
         self._core.collective_rpc("score_in_pieces")
         if self._is_cpu:
             self._core.collective_rpc("draw_by_seed_and_position")
-        self._adapter = PublishedAdapter(self._core, can_serve=options.max_lora_rank > 0)
+        self._adapter = PublishedAdapter(self._core, self._shapes, can_serve=options.max_lora_rank > 0)
         self._experts = self._capture_experts(options)
         model_config = self._engine.model_config
         device = current_platform.device_type
@@ -147,8 +147,13 @@ class VLLMStepper:
         if update.adapter is None:
             check_update(update, tensors, self._shapes)
         else:
-            check_adapter(update, tensors, self._shapes, self._traits)
-            self._adapter.check_modules(tensors)
+            check_adapter(
+                update,
+                tensors,
+                matrices=self._adapter.matrices,
+                model=self._shapes,
+                max_lora_rank=self._traits.max_lora_rank,
+            )
         ranks = self._replace_weights(update)
         self.reset_prefix_cache()
         self._version = update.version

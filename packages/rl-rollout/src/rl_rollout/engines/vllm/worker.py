@@ -73,11 +73,12 @@ class WorkerExtension:
         self._drop_adapter()
         return arrived
 
-    def open_adapter_slot(self) -> None:
-        """Get ready to serve adapters; see `AdapterSlot`."""
+    def open_adapter_slot(self, modules: Iterable[str]) -> list[str]:
+        """Get ready to serve adapters; see `AdapterSlot.served`."""
         self._adapter_slot = AdapterSlot(self.model_runner)
         if self.device.type == "cpu":
             multiply_at_once(self.model_runner)
+        return self._adapter_slot.served(modules)
 
     @torch.inference_mode()
     def replace_adapter(self, source: Mapping[str, torch.Tensor] | Path, version: int) -> dict[str, int]:
@@ -89,10 +90,6 @@ class WorkerExtension:
     def receive_adapter(self, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, int]:
         """As `replace_adapter`, of tensors that a sender broadcasts."""
         return self._slot.replace(receive_tensors(self, meeting, engine, request), request.version)
-
-    def unserved_modules(self, modules: Iterable[str]) -> list[str]:
-        """See `AdapterSlot.unserved`."""
-        return self._slot.unserved(modules)
 
     def follow_adapter(self, loras: Mapping[str, Any]) -> None:
         """See `AdapterSlot.follow`."""

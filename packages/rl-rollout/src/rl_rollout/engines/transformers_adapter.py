@@ -1,0 +1,139 @@
+"""A LoRA adapter in a transformers model: put there by peft, replaced in memory, read back bit for bit.
+
+Importing this imports torch and peft.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from transformers import PreTrainedModel
+
+from rl_core.data import FloatArray
+from rl_core.weights import probe_tensor
+from rl_core.weights.update import LORA_A
+from rl_rollout.engines.weight_checks import Shapes, module_of
+
+NAME = "published"
+"""Of our adapter in peft's layers."""
+
+
+class ModelAdapter:
+    """The adapter of one model; none at first."""
+
+    def __init__(self, model: PreTrainedModel, kinds: tuple[str, ...]) -> None:
+        """Leave the model as it is.
+
+        Args:
+            model: What it is put into.
+            kinds: Last parts of the names of the modules that it may change; none allows all.
+        """
+        self._model = model
+        head = model.get_output_embeddings()
+        self.matrices: Shapes = {
+            name: tuple(module.weight.shape)
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear)
+            and module is not head
+            and (not kinds or name.rpartition(".")[2] in kinds)
+        }
+        self._modules: list[str] = []
+        self._rank = 0
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def replace(self, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+        """Serve this adapter in place of the last.
+
+        Args:
+            tensors: A and B by peft's names, B with the scaling.
+            rank: Of each.
+        """
+        modules = list(dict.fromkeys(map(module_of, tensors)))
+        if (modules, rank) != (self._modules, self._rank):
+            self.drop()
+            self._put(modules, rank)
+        for name, tensor in tensors.items():
+            live = self._live(name)
+            if live is not None:
+                live.copy_(tensor)
+
+    def drop(self) -> None:
+        """Serve none."""
+        for name, layer in _adapted(self._model):
+            self._model.set_submodule(name, layer.get_base_layer())
+        if self._modules:
+            del self._model.peft_config
+        self._modules, self._rank = [], 0
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """In here the model computes with its base alone."""
+        layers = [layer for _, layer in _adapted(self._model)]
+        try:
+            for layer in layers:
+                layer.enable_adapters(False)
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+
+    def live(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, FloatArray]:
+        """Probe of each A and B that the model computes with; NaN where it is not what arrived, bit for bit."""
+        found = {}
+        for name, tensor in tensors.items():
+            live = self._live(name)
+            if live is not None:
+                probe = probe_tensor(live, name)
+                is_same = torch.equal(_bits(live), _bits(tensor.to(live.device, live.dtype)))
+                found[name] = probe if is_same else np.full_like(probe, np.nan)
+        return found
+
+    def problems(self, tensors: Iterable[str]) -> list[str]:
+        """What is wrong beside A and B, such as an adapter that is off, scaled, or where the update has none."""
+        wanted = set(map(module_of, tensors))
+        layers = dict(_adapted(self._model))
+        found = [f"{name} has no adapter." for name in sorted(wanted - layers.keys())]
+        found += [f"{name} has an adapter, and the update has none for it." for name in sorted(layers.keys() - wanted)]
+        for name in sorted(wanted & layers.keys()):
+            found += [f"{name} {problem}" for problem in _problems(layers[name])]
+        return found
+
+    def _put(self, modules: list[str], rank: int) -> None:
+        targets = "|".join(map(re.escape, modules))
+        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, inference_mode=True)
+        with torch.random.fork_rng(devices=[]):  # peft draws values, which are replaced
+            inject_adapter_in_model(config, self._model, NAME)
+        self._model.eval()
+        self._modules, self._rank = modules, rank
+
+    def _live(self, name: str) -> torch.Tensor | None:
+        """The A or B that the model computes with; None where it has none of ours."""
+        layer = self._model.get_submodule(module_of(name))
+        if not isinstance(layer, LoraLayer) or NAME not in layer.lora_A:
+            return None
+        return (layer.lora_A if name.endswith(LORA_A) else layer.lora_B)[NAME].get_parameter("weight")
+
+
+def _adapted(model: torch.nn.Module) -> list[tuple[str, LoraLayer]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+
+
+def _problems(layer: LoraLayer) -> Iterator[str]:
+    if layer.disable_adapters:
+        yield "leaves its adapter out."
+    if layer.merged:
+        yield f"has the adapters {layer.merged_adapters} in its base."
+    if list(layer.active_adapters) != [NAME]:
+        yield f"serves the adapters {list(layer.active_adapters)}; {[NAME]} is the one that is published."
+    scaling = layer.scaling.get(NAME)
+    if scaling != 1.0:
+        yield f"scales its adapter by {scaling}; B is multiplied already, so that it must be 1."
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
