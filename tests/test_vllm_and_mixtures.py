@@ -17,6 +17,7 @@ from rl_core import Batch, Ragged, RowKey
 from rl_core.errors import EngineDiedError, EngineError, WeightProofError
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
+    AdapterUpdate,
     Canary,
     ProofTolerances,
     SharedFileTransport,
@@ -24,6 +25,7 @@ from rl_core.weights import (
     WeightReceipt,
     WeightUpdate,
     check_receipt,
+    digest_tensors,
     publish_weights,
 )
 from rl_core.weights.broadcast import BroadcastTransport
@@ -32,7 +34,14 @@ from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.supervised import supervised_objective
 from rl_rollout.engines.process import ProcessEngine
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
-from rl_rollout.testing.reference_model import perturbed, reference_logprobs, token_logprobs
+from rl_rollout.testing.reference_model import (
+    LINEAR_KINDS,
+    make_adapter,
+    merged,
+    perturbed,
+    reference_logprobs,
+    token_logprobs,
+)
 
 pytest.importorskip("vllm")
 
@@ -92,8 +101,16 @@ MIXTURES = (
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
     """One is closed before the other starts: a process holds one engine of vLLM's."""
     dtype, width, *_ = request.param
+    max_lora_rank = 8 if dtype == "float32" else 0
     folder = write_mixture(tmp_path_factory.mktemp("mixture"), width)
-    options = VLLMOptions(max_model_len=96, max_num_seqs=16, kv_cache_gib=0.004, num_threads=1, dtype=dtype)
+    options = VLLMOptions(
+        max_model_len=96,
+        max_num_seqs=16,
+        kv_cache_gib=0.004,
+        num_threads=1,
+        dtype=dtype,
+        max_lora_rank=max_lora_rank,
+    )
     learner, engine = MegatronLearner(folder, LEARNER), VLLMEngine(folder, options)
     asyncio.run(engine.start())
     yield Mixture(*request.param, folder, learner, engine)
@@ -166,6 +183,34 @@ def test_updates_are_served_and_proven(transport: Any, mixture: Mixture) -> None
     assert mixture.check(update, mixture.update(update)) < mixture.tolerances.probe
     sender.close()
     assert mixture.distance_to(tensors) < mixture.distance
+
+
+@pytest.mark.parametrize("mixture", MIXTURES[:1], indirect=True, ids=["float32"])
+def test_adapters_of_the_attention_are_served_beside_proven_experts(
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = mixture.weights
+    told = AdapterUpdate(rank=8, base=digest_tensors(weights))
+    for version in range(1, 6):
+        adapter = make_adapter(weights, rank=8, seed=version, kinds=LINEAR_KINDS[:4])
+        update = TensorTransport().pack(adapter, version=version, tied={}, adapter=told)
+        mixture.check(update, mixture.update(update))
+        assert mixture.distance_to(merged(weights, adapter)) < mixture.distance
+    scored = asyncio.run(mixture.engine.score_with_experts(SEQUENCES))
+    assert all(one.routed_experts is not None and (one.routed_experts[:-1] >= 0).all() for one in scored)
+    mixture.update(packed(weights, version=0))
+    fault = Fault(3, 1)  # stale weights would be those that must be there
+    with monkeypatch.context() as patch:
+        act_before(mixture, "replace_adapter", fault.before, patch)
+        act_before(mixture, "probe_live_weights", fault.after, patch)
+        receipt = mixture.update(update)
+    with pytest.raises(WeightProofError, match=r"experts.*of the base is not what the adapter") as raised:
+        mixture.check(update, receipt)
+    assert raised.value.tensor in fault.named
+    experts = make_adapter(weights, rank=8, seed=1)
+    with pytest.raises(EngineError, match="an adapter may change"):
+        mixture.update(TensorTransport().pack(experts, version=6, tied={}, adapter=told))
+    mixture.update(packed(weights, version=0))
 
 
 FAULTS = ("swapped", "stale", "transposed", "one element")
