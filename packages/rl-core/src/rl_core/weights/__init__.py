@@ -11,6 +11,9 @@ from rl_core.weights.publish import (
 )
 from rl_core.weights.transports import FOLDER_PREFIX, SHARED_MEMORY, SharedFileTransport, TensorTransport
 from rl_core.weights.update import (
+    LORA_A,
+    LORA_B,
+    PEFT_PREFIX,
     AdapterUpdate,
     Broadcast,
     Canary,
@@ -29,6 +32,9 @@ from rl_core.weights.update import (
 __all__ = [
     "BFLOAT16_TOLERANCES",
     "FOLDER_PREFIX",
+    "LORA_A",
+    "LORA_B",
+    "PEFT_PREFIX",
     "SHARED_MEMORY",
     "AdapterUpdate",
     "Broadcast",

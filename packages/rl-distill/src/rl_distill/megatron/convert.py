@@ -30,6 +30,7 @@ _WHOLE = {
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
 }
 _QKV = {"self_attention.linear_qkv.weight": "weight", "self_attention.linear_qkv.bias": "bias"}
+_ADAPTER = ".lora_"
 _COLUMNS = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
@@ -222,6 +223,8 @@ def _blocks(name: str, tensor: Tensor, config: PolicyConfig, shard: Shard) -> li
 
 
 def _layer_blocks(part: str, prefix: str, tensor: Tensor, config: PolicyConfig, split: _Split) -> list[Block]:
+    if _ADAPTER in part:
+        return [_adapter_block(part, prefix, tensor, split)]
     if part in _WHOLE:
         return [split.whole(prefix + _WHOLE[part], tensor)]
     if part in _QKV:
@@ -230,6 +233,17 @@ def _layer_blocks(part: str, prefix: str, tensor: Tensor, config: PolicyConfig, 
         blocks = _feed_forward_blocks(part.replace(_SHARED, "mlp.", 1), prefix, tensor, split)
         return [replace(block, name=block.name.replace(".mlp.", f".{_SHARED}", 1)) for block in blocks]
     return _feed_forward_blocks(part, prefix, tensor, split)
+
+
+def _adapter_block(part: str, prefix: str, tensor: Tensor, split: _Split) -> Block:
+    """Of an A [rank, in] or B [out, rank], such as "self_attention.linear_qkv.lora_A.q_proj"."""
+    layer, kind, matrix = part.rsplit(".", 2)
+    parent = "self_attn" if layer.startswith("self_attention.") else "mlp"
+    name = f"{prefix}{parent}.{matrix}.{kind}.weight"
+    is_cut_by_columns = matrix in ("o_proj", "down_proj")
+    if is_cut_by_columns == (kind == "lora_B"):
+        return split.whole(name, tensor)
+    return split.columns(name, tensor) if is_cut_by_columns else split.rows(name, tensor)
 
 
 def _qkv_blocks(prefix: str, tensor: Tensor, config: PolicyConfig, split: _Split, *, kind: str) -> list[Block]:

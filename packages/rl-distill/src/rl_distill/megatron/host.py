@@ -4,7 +4,7 @@ Every rank of a learner gets the same calls in the same order; what one does alo
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,10 @@ from rl_core.cluster import RoleContext
 from rl_core.errors import CheckpointError, NotReadyError
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, write_pieces
 from rl_distill.daemon_thread import in_daemon_thread
-from rl_distill.megatron.convert import Block
 from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.parallel import Place, Rendezvous, initialize_groups, join_ranks, open_store
-from rl_distill.megatron.rank_model import RankModel, States
+from rl_distill.megatron.rank_model import RankModel
+from rl_distill.megatron.rank_tensors import Exported, States
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.options import ParallelOptions
 
@@ -71,32 +71,19 @@ class RankHost:
     def build(self, name: str, plan: ModelPlan) -> int:
         """Build this rank's part of a model; gives its primary parameters, which add up over a model's ranks."""
         self._models[name] = RankModel(plan)
-        return self._models[name].num_parameters()
+        return self._models[name].tensors.num_parameters()
 
     def run(self, name: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of a model."""
         return getattr(self._loaded(name), method)(*args, **kwargs)
 
-    def export(self, name: str) -> list[Piece]:
-        """The weights of which this rank keeps the copy that counts; views of them where they are on the CPU."""
-        return [
-            Piece(name=block.name, shape=block.shape, offsets=block.offsets, tensor=block.read().cpu())
-            for block in self._own(name, self._loaded(name).weight_blocks())
-        ]
+    def export(self, name: str, what: Exported) -> list[Piece]:
+        """The tensors of which this rank keeps the copy that counts; views of them where they are on the CPU."""
+        return self._loaded(name).tensors.export(what)
 
     def begin_save(self, name: str, directory: Path) -> None:
         """Copy the state of a model, and write it while the rank goes on."""
-        states = self._loaded(name).state_blocks()
-        pieces = [
-            Piece(
-                name=f"{kind}/{block.name}",
-                shape=block.shape,
-                offsets=block.offsets,
-                tensor=block.read().to("cpu", torch.float32, copy=True).contiguous(),
-            )
-            for kind, blocks in states.items()
-            for block in self._own(name, blocks)
-        ]
+        pieces = self._loaded(name).tensors.state_pieces()
         write = partial(write_pieces, directory, pieces, rank=self._context.rank, num_ranks=self._context.size)
         self._savings[directory] = in_daemon_thread(write, name="save")
 
@@ -113,7 +100,7 @@ class RankHost:
 
         A rank that raised would end the others, and what they hold.
         """
-        states, blocks = self._loaded(name).empty_state()
+        states, blocks = self._loaded(name).tensors.empty_state()
         wanted = [(f"{kind}/{block.name}", block) for kind, of_kind in blocks.items() for block in of_kind]
         pieces = [
             Piece(name=full, shape=block.shape, offsets=block.offsets, tensor=torch.empty(block.sizes))
@@ -158,11 +145,3 @@ class RankHost:
     def _loaded(self, name: str) -> RankModel:
         self._model(name).reload()
         return self._models[name]
-
-    def _own(self, name: str, blocks: Sequence[Block]) -> list[Block]:
-        """Blocks that this rank gives out: of the copies on data-parallel ranks, each gives its share."""
-        return [
-            block
-            for number, block in enumerate(blocks)
-            if block.is_primary and 0 not in block.sizes and self._model(name).gives(number, block)
-        ]

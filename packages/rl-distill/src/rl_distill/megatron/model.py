@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rl_distill.lora_targets import adapted_modules
 from rl_distill.megatron.convert import Shard, padded_vocab_size
 from rl_distill.megatron.model_spec import block_spec
 from rl_distill.megatron.rank_pack import PlacedPack
@@ -20,6 +21,7 @@ from rl_distill.objectives.logit_divergence import LogitDivergence
 from rl_distill.objectives.teacher_tokens import TeacherTokens
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
 from rl_distill.objectives.vocabulary_parts import VocabularyPart, likeliest
+from rl_distill.options import LoraOptions
 from rl_distill.policy_config import PolicyConfig
 
 _CHUNK_LOGITS = 2**25
@@ -86,6 +88,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         shard: Shard,
         virtual_stage: int | None = None,
         head: Head = "policy",
+        lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
     ) -> None:
         """Build the part.
 
@@ -95,10 +98,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             shard: Which part.
             virtual_stage: Which of this rank's chunks; None where it has one.
             head: What comes out.
+            lora: The adapter; rank 0 has none.
         """
         super().__init__(
             config,
-            block_spec(config, vp_stage=virtual_stage),
+            block_spec(config, vp_stage=virtual_stage, lora=lora, adapted=adapted_modules(policy, lora)),
             vocab_size=padded_vocab_size(policy, shard.tensor_size),
             max_sequence_length=policy.max_position_embeddings,
             pre_process=shard.has_embedding,
@@ -108,6 +112,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             vp_stage=virtual_stage,
         )
         self._num_tokens_known = policy.vocab_size
+        if lora.rank and self.pre_process:
+            self.embedding.register_forward_hook(_with_gradient)
         self.value_head: torch.nn.Linear | None = None
         if self.post_process and head == "value":
             del self.output_layer
@@ -236,3 +242,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     def _part(self) -> VocabularyPart:
         group: Any = self.pg_collection.tp
         return VocabularyPart(self._num_tokens_known, group if group.size() > 1 else None)
+
+
+def _with_gradient(_module: torch.nn.Module, _inputs: Any, embedded: Tensor) -> Tensor:
+    """What a frozen embedding gave, with a gradient: a layer that is computed again passes gradients on only to one."""
+    return embedded.requires_grad_() if torch.is_grad_enabled() else embedded

@@ -1,6 +1,6 @@
 """megatron's configuration and layers for a Hugging Face policy, without Transformer Engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from torch import Tensor
 
 from rl_distill.megatron.attention import PackedAttention
 from rl_distill.megatron.attention_buckets import PackedLayout
+from rl_distill.megatron.lora import with_adapter
 from rl_distill.megatron.mixture import mixture_settings, mixture_spec
 from rl_distill.megatron.norm import RMSNorm
 from rl_distill.megatron.swiglu import SwiGLU
-from rl_distill.options import ParallelOptions
+from rl_distill.options import LoraOptions, ParallelOptions
 from rl_distill.policy_config import PolicyConfig
 
 _WITHOUT_FUSIONS = dict.fromkeys(
@@ -183,35 +184,50 @@ def _sizes(parallel: ParallelOptions, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig,
+    vp_stage: int | None = None,
+    *,
+    lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
+    adapted: Collection[str] = (),
+) -> TransformerBlockSubmodules:
     """Pre-norm layers with packed attention, without Transformer Engine: those of this rank's pipeline stage.
 
     Args:
         config: What `transformer_config` gave.
         vp_stage: Which of the stage's chunks; None where it has one.
+        lora: The adapter's options.
+        adapted: Hugging Face's names of the matrices that it changes, in any layer.
     """
     start = get_transformer_layer_offset(config, vp_stage)
     stop = start + get_num_layers_to_build(config, vp_stage)
-    layers = [_layer_spec(config, index) for index in range(start, stop)]
+    layers = [
+        _layer_spec(config, index, lora, {name.rsplit(".")[-1] for name in adapted if f".layers.{index}." in name})
+        for index in range(start, stop)
+    ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _layer_spec(config: TransformerConfig, index: int) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, index: int, lora: LoraOptions, adapted: Collection[str]) -> ModuleSpec:
     norm = RMSNorm if config.qk_layernorm else None
+
+    def matrix(kind: type, *names: str) -> type | ModuleSpec:
+        return with_adapter(kind, [name for name in names if name in adapted], lora)
+
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=tensor_parallel.ColumnParallelLinear,
+            linear_qkv=matrix(tensor_parallel.ColumnParallelLinear, "q_proj", "k_proj", "v_proj"),
             core_attention=PackedAttention,
-            linear_proj=tensor_parallel.RowParallelLinear,
+            linear_proj=matrix(tensor_parallel.RowParallelLinear, "o_proj"),
             q_layernorm=norm,
             k_layernorm=norm,
         ),
     )
     dense = MLPSubmodules(
-        linear_fc1=tensor_parallel.ColumnParallelLinear,
-        linear_fc2=tensor_parallel.RowParallelLinear,
+        linear_fc1=matrix(tensor_parallel.ColumnParallelLinear, "gate_proj", "up_proj"),
+        linear_fc2=matrix(tensor_parallel.RowParallelLinear, "down_proj"),
         activation_func=SwiGLU,
     )
     is_mixture = config.num_moe_experts is not None and bool(config.moe_layer_freq[index])

@@ -1,7 +1,7 @@
 """One rank's part of a model, and what it does with its share of a batch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,16 @@ from torch import Tensor
 
 from rl_core.errors import DataError
 from rl_distill.learner import Objective
-from rl_distill.megatron.convert import Block
+from rl_distill.megatron.lora import base_alone, drawing_by
 from rl_distill.megatron.model import Scored, Wanted
 from rl_distill.megatron.offload import Offloaded
-from rl_distill.megatron.optimizer import MegatronAdam, Parameters
-from rl_distill.megatron.parallel import Place, group_of_copies, learner_device, shards_of_this_rank
+from rl_distill.megatron.optimizer import MegatronAdam
+from rl_distill.megatron.parallel import Place, learner_device, shards_of_this_rank
 from rl_distill.megatron.rank_pack import PlacedPack, Sharing, padded_length, place_pack, unknown_experts
 from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
+from rl_distill.megatron.rank_tensors import RankTensors, States
 from rl_distill.megatron.rotary import rotary_frequencies
-from rl_distill.megatron.setup import ModelPlan, build_chunks, chunk_blocks
+from rl_distill.megatron.setup import ModelPlan, build_chunks
 from rl_distill.metric_sums import metric_totals
 from rl_distill.model_memory import RankMemory
 from rl_distill.objectives.comparison import LOSSES, comparison_of, with_measures
@@ -34,9 +35,6 @@ from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products, computing_with
 from rl_distill.schedule import learning_rate_at
 from rl_distill.teacher_heads import read_heads
-
-States = Mapping[str, Sequence[Mapping[str, Tensor]]]
-"""float32 weights and moments: by kind, for each chunk of the rank's model, by megatron's name."""
 
 
 class RankModel:
@@ -63,6 +61,7 @@ class RankModel:
         self._routed = [0, 0]
         if plan.trains:
             self._adam = MegatronAdam(self._chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
+        self.tensors = RankTensors(plan, self._chunks, self._shards, self._adam)
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_division
             chunk.config.grad_scale_func = None
@@ -71,7 +70,13 @@ class RankModel:
             chunk.config.variable_seq_lengths = len(self._chunks) == 1
 
     def score(
-        self, share: RankShare, *, temperature: float, top_k: int | None = None, has_hidden: bool = False
+        self,
+        share: RankShare,
+        *,
+        temperature: float,
+        top_k: int | None = None,
+        has_hidden: bool = False,
+        is_base: bool = False,
     ) -> dict[str, NDArray[Any]] | None:
         """Logprobs of the share's tokens, or a critic's values, in its order; None on ranks that do not answer.
 
@@ -80,6 +85,7 @@ class RankModel:
             temperature: Divides the logits.
             top_k: Also so many likeliest tokens, as "logprobs" and "ids" [T, K + 1], the token itself before them.
             has_hidden: Also the last hidden states, "hidden" [T, H].
+            is_base: Without the adapter.
         """
         packs = share.packs(self._device)
 
@@ -88,7 +94,8 @@ class RankModel:
             return index, {name: placed.spread(values).cpu().numpy() for name, values in named.items()}
 
         wanted = Wanted(temperature=temperature, top_k=top_k, has_hidden=has_hidden)
-        found = self._run(packs, evaluate, wanted=wanted, mask=None, with_gradients=False)
+        with base_alone(self._chunks) if is_base else nullcontext():
+            found = self._run(packs, evaluate, wanted=wanted, mask=None, with_gradients=False)
         if not self.place.answers:
             return None
         parts = [named for _, named in sorted(found, key=lambda pair: pair[0])]
@@ -128,7 +135,8 @@ class RankModel:
         comparison = comparison_of(objective)
         wanted = Wanted(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
         packs = share.packs(self._device)
-        self._run(packs, evaluate, wanted=wanted, mask=mask, with_gradients=True)
+        with self._dropping():
+            self._run(packs, evaluate, wanted=wanted, mask=mask, with_gradients=True)
         loss = _total(gathered.loss() if self.place.answers else 0.0)
         learning_rate = learning_rate_at(self.step + 1, self.plan.options)
         grad_norm, is_applied = self._update(loss, learning_rate=learning_rate)
@@ -171,6 +179,16 @@ class RankModel:
                 num_ranks=shard.tensor_size,
             )
 
+    def _dropping(self) -> AbstractContextManager[None]:
+        """What the adapter leaves out, drawn by the step alone, so that a step that is done again draws the same."""
+        if not self.plan.lora.dropout:
+            return nullcontext()
+        groups = (
+            parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
+        return drawing_by((self.plan.options.seed, self.step, *groups))
+
     def _zero_gradients(self) -> None:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -193,7 +211,7 @@ class RankModel:
         gradients alone.
         """
         if self._offloaded is None:
-            weights, gradients, optimizer = self._kept()
+            weights, gradients, optimizer = self.tensors.kept()
             self._offloaded = Offloaded([] if self._device.type == "cpu" else [*weights, *optimizer], gradients)
             if self._device.type != "cpu":
                 torch.cuda.empty_cache()
@@ -206,91 +224,23 @@ class RankModel:
             self._offloaded = None
 
     def memory(self) -> RankMemory:
-        """What the model keeps between calls, as `rank_memory` foretells it."""
-        return RankMemory(*(sum(tensor.nbytes for tensor in tensors) for tensors in self._kept()))
-
-    def _kept(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Weights, gradients and the optimizer's state."""
-        weights = [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]
-        if self._adam is None:
-            return weights, [], []
-        buffers = [b for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        return weights, [buffer.grad_data for buffer in buffers], list(self._adam.tensors())
-
-    def num_parameters(self) -> int:
-        """Elements of which this rank keeps the primary copy."""
-        return sum(
-            int(np.prod(block.sizes))
-            for number, block in enumerate(self.weight_blocks())
-            if block.is_primary and self.gives(number, block)
-        )
-
-    def weight_blocks(self) -> list[Block]:
-        """The parameters, by Hugging Face name."""
-        return self._blocks(self._weights())
-
-    def gives(self, number: int, block: Block) -> bool:
-        """True where this rank, of those that hold the same block, is the one to give it out."""
-        group = group_of_copies(of_experts=block.is_expert)
-        return number % group.size() == group.rank()
-
-    def state_blocks(self) -> dict[str, list[Block]]:
-        """float32 weights and Adam's moments, by Hugging Face name. Every rank calls it together."""
-        adam, parameters = self._trained(), self._parameters()
-        states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in ("exp_avg", "exp_avg_sq")}
-        masters = [adam.master_weights(chunk) for chunk in parameters]
-        states["weights"] = [{**w, **(m or {})} for w, m in zip(self._weights(), masters, strict=True)]
-        return {name: self._blocks(state) for name, state in states.items()}
-
-    def empty_state(self) -> tuple[States, dict[str, list[Block]]]:
-        """float32 tensors to read a checkpoint into, by megatron name for each chunk, and their blocks."""
-        of_kind: dict[str, Sequence[Mapping[str, Tensor]]]
-        of_kind = {"weights": self._weights(), "exp_avg": self._parameters(), "exp_avg_sq": self._parameters()}
-        states = {
-            kind: [{n: torch.zeros_like(p, dtype=torch.float32).detach() for n, p in chunk.items()} for chunk in chunks]
-            for kind, chunks in of_kind.items()
-        }
-        return states, {name: self._blocks(state) for name, state in states.items()}
+        """See `RankTensors.memory`."""
+        return self.tensors.memory()
 
     def load_state(self, states: States, *, step: int) -> None:
-        """Continue from what was read into `empty_state`."""
-        adam = self._trained()
-        is_bf16 = self.plan.dtype != torch.float32
-        with torch.no_grad():
-            for index, parameters in enumerate(self._parameters()):
-                weights = states["weights"][index]
-                for name, live in self._weights()[index].items():
-                    live.copy_(weights[name])
-                moments = {name: states[name][index] for name in ("exp_avg", "exp_avg_sq")}
-                adam.load(parameters, step=step, moments=moments, master=weights if is_bf16 else None)
+        """Continue from what was read into `RankTensors.empty_state`."""
+        self.tensors.load_state(states, step=step)
         self.step = step
 
     def close(self) -> None:
         """Free the model."""
         self._chunks, self._adam = [], None
+        del self.tensors
 
     def _trained(self) -> MegatronAdam:
         if self._adam is None:
             raise TypeError("a frozen model does not train")
         return self._adam
-
-    def _parameters(self) -> list[Parameters]:
-        """What is trained, by megatron's name."""
-        return [{n: p for n, p in chunk.items() if p.requires_grad} for chunk in self._named()]
-
-    def _weights(self) -> list[Mapping[str, Tensor]]:
-        """All that a policy's folder has, by megatron's name: also a router's bias, which is not trained."""
-        return [{name: p.detach() for name, p in chunk.items()} for chunk in self._named()]
-
-    def _named(self) -> list[Parameters]:
-        return [
-            {name.removeprefix("module.").removeprefix("module."): p for name, p in chunk.named_parameters()}
-            for chunk in self._chunks
-        ]
-
-    def _blocks(self, states: Sequence[Mapping[str, Tensor]]) -> list[Block]:
-        pairs = zip(states, self._shards, strict=True)
-        return [block for state, shard in pairs for block in chunk_blocks(state, self.plan, shard)]
 
     def _run(
         self,

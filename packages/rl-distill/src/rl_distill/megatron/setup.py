@@ -1,9 +1,10 @@
 """Build this rank's part of a model: chunks, weights, and megatron's data parallelism around them."""
 
 import hashlib
+import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,13 +12,17 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from rl_core.weights import LORA_B
 from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.checkpoints.hf_folder import PolicyTensors
+from rl_distill.checkpoints.peft_folder import read_adapter
+from rl_distill.lora_targets import adapted_modules
 from rl_distill.megatron.convert import Block, Shard, blocks_of, whole_block
+from rl_distill.megatron.lora import PARAMETER
 from rl_distill.megatron.model import Head, PolicyModel
 from rl_distill.megatron.model_spec import transformer_config
 from rl_distill.megatron.parallel import undisturbed_random_numbers
-from rl_distill.options import LearnerOptions, ParallelOptions
+from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 
 VALUE_HEAD = {"value_head.weight": "score.weight", "value_head.bias": "score.bias"}
 """A critic's head: megatron's names, and those of a Hugging Face token classifier with one label."""
@@ -33,6 +38,7 @@ class ModelPlan:
         parallel: The layout.
         head: What comes out.
         trains: False builds neither gradients nor an optimizer.
+        lora: The adapter that trains in the place of the weights; rank 0 has none.
     """
 
     source: PolicySource
@@ -40,6 +46,7 @@ class ModelPlan:
     parallel: ParallelOptions
     head: Head = "policy"
     trains: bool = True
+    lora: LoraOptions = field(default_factory=LoraOptions)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,9 +86,11 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
                 shard=shard,
                 virtual_stage=index if is_virtual else None,
                 head=plan.head,
+                lora=plan.lora,
             )
         with torch.no_grad():
             fill_weights(model, plan, shard)
+            fill_adapter(model, plan, shard)
         model = model.to(device)
         if plan.dtype != torch.float32:
             model = Float16Module(config, model)
@@ -100,7 +109,7 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
 
 def fill_weights(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
     """Fill a chunk's parameters from the policy's folder, or with random numbers that no layout changes."""
-    parameters = dict(model.named_parameters())
+    parameters = {name: parameter for name, parameter in model.named_parameters() if PARAMETER not in name}
     folder = plan.source.policy_dir
     tensors = None if folder is None else PolicyTensors(folder, plan.source.config, optional=_optional(plan))
     for parameter in parameters.values():
@@ -111,6 +120,30 @@ def fill_weights(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
         elif tensors is None and block.name not in VALUE_HEAD.values():
             whole = random_tensor(block.name, block.shape, plan)
             block.write(whole[tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))])
+
+
+def fill_adapter(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
+    """Fill a chunk's A and B, which alone train: from the folder that there is, else as peft begins with B zeros."""
+    if not plan.lora.rank:
+        return
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(PARAMETER in name)
+    adapter = {name: parameter for name, parameter in parameters.items() if PARAMETER in name}
+    saved = None
+    if plan.lora.path is not None:
+        saved = read_adapter(plan.lora.path, plan.lora, adapted_modules(plan.source.config, plan.lora))
+    for block in chunk_blocks(adapter, plan, shard):
+        whole = _first_adapter(block, plan) if saved is None else saved[block.name]
+        block.write(whole[tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))])
+
+
+def _first_adapter(block: Block, plan: ModelPlan) -> Tensor:
+    """A whole A, uniform as a torch.nn.Linear's weight, float32, by its name and the seed alone; or B, zeros."""
+    if block.name.endswith(LORA_B):
+        return torch.zeros(block.shape)
+    bound = 1.0 / math.sqrt(block.shape[1])
+    return torch.empty(block.shape).uniform_(-bound, bound, generator=_generator(block.name, plan))
 
 
 def chunk_blocks(state: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> list[Block]:
@@ -126,9 +159,12 @@ def random_tensor(name: str, shape: tuple[int, ...], plan: ModelPlan) -> Tensor:
     """A whole random weight, float32: it depends on its name and the seed alone."""
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    return torch.empty(shape).normal_(0.0, plan.source.config.initializer_range, generator=_generator(name, plan))
+
+
+def _generator(name: str, plan: ModelPlan) -> torch.Generator:
     digest = hashlib.sha256(f"{plan.options.seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    return torch.empty(shape).normal_(0.0, plan.source.config.initializer_range, generator=generator)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def _optional(plan: ModelPlan) -> frozenset[str]:
