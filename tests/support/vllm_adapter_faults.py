@@ -77,7 +77,8 @@ class Fault:
     def slots(self, worker: Any, name: str) -> torch.Tensor:
         """[slots, ...] of the live tensor of this name."""
         part = worker.worker._adapter_slot._parts[module_of(name)]
-        return part.slots()[name.endswith(LORA_B)]
+        found: torch.Tensor = part.slots()[name.endswith(LORA_B)]
+        return found
 
     def whole(self, worker: Any) -> list[torch.Tensor]:
         return [tensor for part in worker.worker._adapter_slot._parts.values() for tensor in part.slots()]

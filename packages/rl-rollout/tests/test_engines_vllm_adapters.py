@@ -76,7 +76,7 @@ def test_peft_says_the_same_after_five_updates(served: Served, tied_model_dir: P
     config = LoraConfig(r=RANK, lora_alpha=3 * RANK, target_modules="all-linear")
     oracle = get_peft_model(model, config)
     live = {name.replace(".default.", "."): tensor for name, tensor in oracle.named_parameters() if "lora_" in name}
-    last = np.zeros(len(SEQUENCE) - 1)
+    last = np.zeros(len(SEQUENCE) - 1, np.float32)
     for version in range(1, 6):
         adapter = served.adapter(version)
         assert live.keys() == adapter.keys()
@@ -196,7 +196,8 @@ def test_faults_of_prompt_sharing_and_of_waiting_requests_are_named(
         await engine.abort_all()
         await running
         await engine.resume()
-        return receipt.problems
+        problems: tuple[str, ...] = receipt.problems
+        return problems
 
     problems = asyncio.run(update_midway())
     assert "1 samples of the weights before still share their prompts." in problems
