@@ -121,7 +121,9 @@ class TransformersStepper:
             for name, tensor in tensors.items():
                 live[name].copy_(tensor)
         else:
-            check_adapter(update, tensors, shapes, self._traits)
+            matrices = {} if self._adapter is None else self._adapter.matrices
+            max_rank = self._traits.max_lora_rank
+            check_adapter(update, tensors, matrices=matrices, model=shapes, max_lora_rank=max_rank)
         if self._adapter is not None:
             self._adapter.replace(tensors if update.adapter is not None else {})
         self._served = _Served(update.version)
