@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,26 @@ from rl_distill.supervised import supervised_objective
 class Ours:
     """The learner as a trainer calls it."""
 
-    def __init__(self, policy: Path, preset: Preset) -> None:
-        """Build it."""
+    def __init__(
+        self, policy: Path, preset: Preset, make: Callable[..., MegatronLearner] = MegatronLearner, **settings: Any
+    ) -> None:
+        """Build it.
+
+        Args:
+            policy: Folder of the weights.
+            preset: Their sizes, and the batches'.
+            make: What takes the folder and the options.
+            **settings: More of the options.
+        """
         options = LearnerOptions(
             **OPTIMIZER,
             dtype=preset.dtype,
             micro_batch_tokens=preset.budget,
             num_threads=torch.get_num_threads(),
             shared_prefix_tokens=int(os.environ.get("SHARED_PREFIX_TOKENS", LearnerOptions().shared_prefix_tokens)),
+            **settings,
         )
-        self._learner = MegatronLearner(policy, options)
+        self._learner = make(policy, options)
         self._vocab_size = int(preset.policy["vocab_size"])
 
     def step(self, rows: Rows) -> Outcome:

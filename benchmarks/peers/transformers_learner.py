@@ -1,6 +1,7 @@
 """transformers on padded batches as one side of benchmarks/learner.py."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,16 @@ IGNORED = -100
 class Padded:
     """A model of transformers, torch's fused AdamW, and micro-batches that are padded to their longest row."""
 
-    def __init__(self, policy: Path, preset: Preset) -> None:
-        """Load the model with its best attention."""
+    def __init__(
+        self, policy: Path, preset: Preset, adapted: Callable[[Any], Any] = lambda model: model
+    ) -> None:
+        """Load the model with its best attention.
+
+        Args:
+            policy: Folder of the weights.
+            preset: Their sizes, and the batches'.
+            adapted: Gives the model with what of it is trained; as it is, all weights.
+        """
         has_gpu = torch.cuda.is_available()
         attention = "flash_attention_2" if has_gpu and is_flash_attn_2_available() else "sdpa"
         self._device = torch.device("cuda" if has_gpu else "cpu")
@@ -31,9 +40,9 @@ class Padded:
             attn_implementation=attention,
             trust_remote_code=False,
         )
-        self._model = model.to(self._device).train()
+        self._model = adapted(model.to(self._device)).train()
         self._budget = preset.budget
-        self._parameters = list(self._model.parameters())
+        self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         # As ours: bfloat16 weights are rounded from float32 ones, which the optimizer updates.
         is_mixed = dtype != torch.float32
         self._masters = [p.detach().float() for p in self._parameters] if is_mixed else self._parameters

@@ -1,0 +1,119 @@
+"""Arithmetic of the LoRA benchmark: rows of its results, and what they are held against. Pure, on plain numbers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from _learner_summary import Measured as Steps
+from _learner_summary import check_agreement
+from _lora_workload import DECODE, FULL, MERGED, OURS, PEFT, RECOMPUTE, TRAIN
+
+TOLERANCE = 1e-4
+"""Largest relative difference of our losses and gradient norms from peft's."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """What one system said of one workload; of every list, the first is a warm-up.
+
+    Attributes:
+        rounds: Its answers.
+        updates: Its answers to updates.
+        about: What it said of itself at its end.
+    """
+
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    updates: list[dict[str, Any]] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def median(self, name: str) -> float:
+        """Of a number of the rounds."""
+        return median(of[name] for of in self.rounds[1:])
+
+    def of_updates(self, name: str) -> float | None:
+        """Median of a number of the updates; None where there were none."""
+        return median(of[name] for of in self.updates[1:]) if self.updates else None
+
+
+Found = Mapping[str, Mapping[str, Measured]]
+"""By workload and system."""
+
+
+def result_row(system: str, workload: str, found: Found) -> dict[str, Any]:
+    """A row of `results`; a learner's update is what the engine of the same system measured."""
+    of, served = found[workload][system], found.get(DECODE, {}).get(system, Measured())
+    num_bytes = served.of_updates("num_bytes")
+    return {
+        "system": system,
+        "workload": workload,
+        "step_s": round(of.median("step_s"), 5),
+        "processor_s": round(of.median("processor_s"), 5),
+        "tokens_per_s": round(of.median("tokens_per_s"), 1),
+        "peak_memory_mb": round(of.about["peak_bytes"] / 1e6, 1),
+        "update_ms": rounded(served.of_updates("update_ms"), 2),
+        "proven_ms": rounded(served.of_updates("proven_ms"), 2),
+        "update_mb": rounded(None if num_bytes is None else num_bytes / 1e6, 3),
+        "losses": [answer["loss"] for answer in of.rounds if "loss" in answer],
+    }
+
+
+def comparisons(found: Found) -> list[dict[str, Any]]:
+    """What was measured of both sides, against the most that is wanted."""
+    compared = []
+    for workload in (TRAIN, RECOMPUTE):
+        sides = found.get(workload)
+        if sides is None:
+            continue
+        compared.append(of_steps(workload, sides[OURS], sides[FULL], peer=FULL, wanted=0.8))
+        compared.append(of_steps(workload, sides[OURS], sides[PEFT], peer=PEFT, wanted=1.0))
+        for peer, wanted in ((FULL, 0.6 if workload == RECOMPUTE else None), (PEFT, None)):
+            ratio = sides[OURS].about["peak_bytes"] / sides[peer].about["peak_bytes"]
+            compared.append(claim(workload, f"peak memory, of {peer}'s", ratio, wanted))
+    if (sides := found.get(DECODE)) is not None:
+        compared.append(of_steps(DECODE, sides[OURS], sides[FULL], peer=FULL, wanted=None))
+        compared.append(of_steps(DECODE, sides[MERGED], sides[FULL], peer=FULL, wanted=1.05, system=MERGED))
+        updates = {name: sides[OURS].of_updates(name) or 0.0 for name in sides[OURS].updates[0]}
+        ratio = updates["num_bytes"] / updates["tensor_bytes"]
+        compared.append(claim("update", "bytes, of those of A and B", ratio, 1.05))
+        compared.append(claim("update", "ms, slot and read-back", updates["slot_ms"], 15.0))
+        compared.append(claim("update", "ms, with base probes and canary", updates["proven_ms"], 100.0))
+    return compared
+
+
+def of_steps(
+    workload: str, ours: Measured, theirs: Measured, *, peer: str, wanted: float | None, system: str = OURS
+) -> dict[str, Any]:
+    """Our time of a step as a share of another's: the median of the rounds' ratios."""
+
+    def ratio(name: str) -> float:
+        return median(own[name] / other[name] for own, other in zip(ours.rounds[1:], theirs.rounds[1:], strict=True))
+
+    compared = claim(workload, f"step of {system}, of {peer}'s", ratio("step_s"), wanted)
+    return {**compared, "processor_ratio": round(ratio("processor_s"), 3)}
+
+
+def claim(workload: str, what: str, found: float, wanted: float | None) -> dict[str, Any]:
+    """A number and the most that is wanted."""
+    is_met = None if wanted is None else found <= wanted
+    return {"workload": workload, "what": what, "found": round(found, 3), "wanted": wanted, "is_met": is_met}
+
+
+def check_same(workload: str, found: Found) -> dict[str, float]:
+    """Refuse times of learners that did not compute the same as peft.
+
+    Raises:
+        DisagreementError: A loss or a gradient norm differs.
+    """
+    return check_agreement(*(steps_of(found[workload][system]) for system in (OURS, PEFT)), tolerance=TOLERANCE)
+
+
+def steps_of(of: Measured) -> Steps:
+    """As the learner's benchmark compares them."""
+    names = {"losses": "loss", "grad_norms": "grad_norm"}
+    return Steps(**{name: [answer[key] for answer in of.rounds] for name, key in names.items()})
+
+
+def rounded(value: float | None, digits: int) -> float | None:
+    """None stays None."""
+    return None if value is None else round(value, digits)

@@ -1,0 +1,111 @@
+"""This project's engine in benchmarks/lora.py: with an adapter, with one merged into its weights, or without."""
+
+import asyncio
+import pickle
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from _lora_workload import ADAPTER, FULL, MAX_TOKENS, NUM_SAMPLES, OURS, POLICY, PRESETS, PROMPT_TOKENS, RANKS
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rl_core.data import IntArray
+from rl_core.weights import AdapterUpdate, Canary, ProofTolerances, TensorTransport, WeightUpdate, digest_tensors
+from rl_core.weights import publish_weights
+from rl_rollout import SamplingParams
+from rl_rollout.engines import GenerateRequest, RolloutEngine, TransformersOptions, VLLMOptions
+from rl_rollout.engines.transformers import TransformersEngine
+from rl_rollout.engines.vllm import VLLMEngine
+
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+SCALING = 2.0
+NUM_CANARIES, CANARY_TOKENS = 4, 32
+
+
+class Engine:
+    """An engine that has taken its weights once."""
+
+    def __init__(self, folder: Path, preset: str, system: str, *, is_quick: bool) -> None:
+        """Start it.
+
+        Args:
+            folder: With the policy and its adapter.
+            preset: Of `PRESETS`.
+            system: What it serves.
+            is_quick: transformers' engine in the place of vLLM's.
+        """
+        self._base = load_file(folder / POLICY / "model.safetensors")
+        adapter = load_file(folder / ADAPTER / "adapter_model.safetensors")
+        self._adapter = {name: SCALING * of if name.endswith(LORA_B) else of for name, of in adapter.items()}
+        self._tensors = {OURS: self._adapter, FULL: self._base}.get(system) or merged(self._base, self._adapter)
+        self._told = None
+        if system == OURS:
+            self._told = AdapterUpdate(rank=RANKS[preset], base=digest_tensors(self._base))
+        rank = RANKS[preset] if system == OURS else 0
+        self._engine: RolloutEngine = TransformersEngine(folder / POLICY, TransformersOptions(max_lora_rank=rank))
+        if not is_quick:
+            options = VLLMOptions(max_model_len=128, kv_cache_gib=0.5, max_num_seqs=NUM_SAMPLES, max_lora_rank=rank)
+            self._engine = VLLMEngine(folder / POLICY, options)
+        self._vocab_size, self._max_tokens = PRESETS[preset].policy["vocab_size"], MAX_TOKENS[preset]
+        self._version = 0
+        self._canary = asyncio.run(self._start())
+
+    async def _start(self) -> Canary:
+        await self._engine.start()
+        sequences = list(self._draw(NUM_CANARIES, CANARY_TOKENS, seed=0))
+        await self._engine.update_weights(self._pack())
+        return Canary(sequences=sequences, logprobs=await self._engine.score(sequences))
+
+    def update(self) -> dict[str, float]:
+        """Take the weights again, as a new version: until they are served, and until that is proven."""
+        return asyncio.run(self._update())
+
+    async def _update(self) -> dict[str, float]:
+        update = self._pack()
+        started = time.perf_counter()
+        report = await publish_weights(update, [self._engine], canary=self._canary, tolerances=ProofTolerances())
+        return {
+            "update_ms": 1e3 * report.update_s,
+            "proven_ms": 1e3 * (time.perf_counter() - started),
+            "num_bytes": num_bytes(update),
+            "tensor_bytes": sum(tensor.nbytes for tensor in self._tensors.values()),
+        }
+
+    def _pack(self) -> WeightUpdate:
+        self._version += 1
+        return TensorTransport().pack(self._tensors, version=self._version, tied=TIED, adapter=self._told)
+
+    def generate(self, *, seed: int) -> int:
+        """Sample responses that are as long as they may be; gives the number of sampled tokens."""
+        return asyncio.run(self._generate(seed))
+
+    async def _generate(self, seed: int) -> int:
+        sampling = SamplingParams(max_tokens=self._max_tokens)
+        prompts = self._draw(NUM_SAMPLES, PROMPT_TOKENS, seed=seed)
+        requests = (GenerateRequest(input_ids=ids, sampling=sampling) for ids in prompts)
+        found = await asyncio.gather(*(self._engine.generate(request) for request in requests))
+        return sum(len(sample.token_ids) for samples in found for sample in samples)
+
+    def _draw(self, rows: int, tokens: int, *, seed: int) -> IntArray:
+        return np.random.default_rng(seed).integers(2, self._vocab_size, (rows, tokens), dtype=np.int32)
+
+
+def merged(base: dict[str, Tensor], adapter: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All weights, the adapter in them."""
+    found = dict(base)
+    for name, a in adapter.items():
+        if name.endswith(LORA_A):
+            stem = name.removesuffix(LORA_A)
+            of = stem.removeprefix("base_model.model.") + ".weight"
+            found[of] = torch.addmm(base[of], adapter[stem + LORA_B], a)
+    return found
+
+
+def num_bytes(update: WeightUpdate) -> int:
+    """Of its tensors and of what is told of them."""
+    tensors = update.tensors or {}
+    return sum(of.nbytes for of in tensors.values()) + len(pickle.dumps(replace(update, tensors=None)))

