@@ -14,20 +14,17 @@ from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
 from rl_core.data import FloatArray
+from rl_core.errors import EngineError
 from rl_core.weights import probe_tensor
 from rl_core.weights.update import LORA_A
-from rl_rollout.engines.weight_checks import Shapes, module_of
+from rl_rollout.engines.weight_checks import module_of
 
 NAME = "published"
 """Of our adapter in peft's layers."""
 
 
 class ModelAdapter:
-    """The adapter of one model; none at first.
-
-    Attributes:
-        matrices: [out, in] of each module that it may change, by Hugging Face name.
-    """
+    """The adapter of one model; none at first."""
 
     def __init__(self, model: PreTrainedModel, kinds: tuple[str, ...]) -> None:
         """Leave the model as it is.
@@ -38,8 +35,8 @@ class ModelAdapter:
         """
         self._model = model
         head = model.get_output_embeddings()
-        self.matrices: Shapes = {
-            name: tuple(module.weight.shape)
+        self._allowed = {
+            name
             for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear) and module is not head
             if not kinds or name.rpartition(".")[2] in kinds
@@ -52,13 +49,22 @@ class ModelAdapter:
         """Serve this adapter in place of the last.
 
         Args:
-            tensors: A and B of some of the matrices by peft's names, B with the scaling; none to serve the base alone.
+            tensors: A and B by peft's names, B with the scaling; none to serve the base alone.
+
+        Raises:
+            EngineError: It is of a module that it may not change; nothing was touched.
         """
+        modules = list(dict.fromkeys(map(module_of, tensors)))
+        if barred := [name for name in modules if name not in self._allowed]:
+            raise EngineError(
+                f"an adapter may change linear layers of the engine's lora_target_modules; found {barred[0]!r}. Add "
+                "the last part of its name there, or leave it out of the adapter."
+            )
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         if shapes != self._shapes or self.problems(tensors):
             self._drop()
-            if tensors:
-                self._put(tensors)
+            if modules:
+                self._put(modules, rank=len(next(iter(tensors.values()))))
             self._shapes = shapes
         for name, tensor in tensors.items():
             live = self._live(name)
@@ -104,9 +110,8 @@ class ModelAdapter:
         if hasattr(self._model, "peft_config"):
             del self._model.peft_config
 
-    def _put(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        rank = next(len(tensor) for name, tensor in tensors.items() if name.endswith(LORA_A))
-        targets = "|".join({re.escape(module_of(name)) for name in tensors})
+    def _put(self, modules: list[str], *, rank: int) -> None:
+        targets = "|".join(map(re.escape, modules))
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, inference_mode=True)
         with torch.random.fork_rng(devices=[]):  # peft draws values, which are replaced
             inject_adapter_in_model(config, self._model, NAME)

@@ -121,9 +121,7 @@ class TransformersStepper:
             for name, tensor in tensors.items():
                 live[name].copy_(tensor)
         else:
-            matrices = {} if self._adapter is None else self._adapter.matrices
-            max_rank = self._traits.max_lora_rank
-            check_adapter(update, tensors, matrices=matrices, model=shapes, max_lora_rank=max_rank)
+            check_adapter(update, tensors, shapes, self._traits)
         if self._adapter is not None:
             self._adapter.replace(tensors if update.adapter is not None else {})
         self._served = _Served(update.version)
