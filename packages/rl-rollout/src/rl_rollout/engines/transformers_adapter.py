@@ -64,7 +64,7 @@ class ModelAdapter:
         if shapes != self._shapes or self.problems(tensors):
             self._drop()
             if modules:
-                self._put(modules, rank=len(next(iter(tensors.values()))))
+                self._put(modules, rank=next(len(one) for name, one in tensors.items() if name.endswith(LORA_A)))
             self._shapes = shapes
         for name, tensor in tensors.items():
             live = self._live(name)
