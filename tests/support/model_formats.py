@@ -110,7 +110,7 @@ def adapter_config(folder: Path) -> Format:
     """adapter_config.json."""
     from rl_distill.checkpoints.peft_folder import AdapterFolder
 
-    return Format(_adapter(folder) / "adapter_config.json", lambda: AdapterFolder(folder).added_to(MODULE))
+    return Format(_adapter(folder) / "adapter_config.json", lambda: AdapterFolder(folder).read(MODULE))
 
 
 def adapter_tensors(folder: Path) -> Format:
@@ -120,7 +120,7 @@ def adapter_tensors(folder: Path) -> Format:
     def read() -> None:
         found = AdapterFolder(folder)
         for module in found.modules:
-            found.added_to(module)
+            found.read(module)
 
     return Format(_adapter(folder) / "adapter_model.safetensors", read)
 

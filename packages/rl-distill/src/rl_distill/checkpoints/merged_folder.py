@@ -79,7 +79,4 @@ def _whole(tensors: PolicyTensors, config: PolicyConfig, *, dtype: torch.dtype |
 def _merged(tensors: PolicyTensors, config: PolicyConfig, adapter: AdapterFolder) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in _whole(tensors, config, dtype=None):
         module = name.removesuffix(".weight")
-        if module in adapter.modules:
-            yield name, tensor.to(torch.float32).add_(adapter.added_to(module)).to(tensor.dtype)
-        else:
-            yield name, tensor
+        yield name, adapter.merged(module, tensor) if module in adapter.modules else tensor

@@ -69,7 +69,7 @@ class AdapterFolder:
         _refuse_others(folder / CONFIG_FILE, config)
         stored = read_safetensors_header(self._file)
         self.modules = _modules(self._file, stored, rank=config["r"])
-        _check_targets(folder / CONFIG_FILE, config.get("target_modules"), self.modules)
+        _check_targets(folder / CONFIG_FILE, config, self.modules)
         base = config.get("base_model_name_or_path")
         self.base = base if isinstance(base, str) and base else None
         self.options = LoraOptions(
@@ -93,14 +93,14 @@ class AdapterFolder:
             raise DataError(f"{self._file}: the adapter of {module} cannot be read: {cause}") from cause
         return a.to(torch.float32), b.to(torch.float32)
 
-    def added_to(self, module: str) -> Tensor:
-        """What the adapter adds to a matrix: [out, in] float32, multiplied by the scaling.
+    def merged(self, module: str, weight: Tensor) -> Tensor:
+        """A matrix [out, in] plus what the adapter adds to it, computed in float32; in the matrix's dtype.
 
         Raises:
-            DataError: It cannot be read.
+            DataError: The adapter cannot be read.
         """
         a, b = self.read(module)
-        return (b * self.options.scaling) @ a
+        return torch.addmm(weight.to(torch.float32), b, a, alpha=self.options.scaling).to(weight.dtype)
 
 
 def read_adapter(folder: Path, options: LoraOptions, modules: Mapping[str, Shape]) -> dict[str, Tensor]:
@@ -278,8 +278,9 @@ def _matrix(file: Path, module: str, stored: Mapping[str, StoredTensor], *, rank
     return (outputs, inputs)
 
 
-def _check_targets(file: Path, targets: Any, modules: Mapping[str, Shape]) -> None:
+def _check_targets(file: Path, config: Mapping[str, Any], modules: Mapping[str, Shape]) -> None:
     """Refuse tensors that target modules do not name, and the reverse. A pattern in their place is left to peft."""
+    targets = config.get("target_modules")
     if targets is None or isinstance(targets, str):
         return
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
@@ -290,7 +291,7 @@ def _check_targets(file: Path, targets: Any, modules: Mapping[str, Shape]) -> No
     missing = min(named - met, default=None)
     if unnamed is not None:
         raise DataError(f"{file} does not name {shown(unnamed)} among target_modules; {WEIGHTS_FILE} has it.")
-    if missing is not None:
+    if missing is not None and not config.get("exclude_modules"):
         raise DataError(f"{file} has {shown(missing)} among target_modules; {WEIGHTS_FILE} has no such matrix.")
 
 
