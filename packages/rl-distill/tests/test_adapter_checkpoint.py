@@ -83,28 +83,32 @@ def test_a_resumed_run_is_the_uninterrupted_one(dtype: str, untied_policy: Path,
     assert_same(dict(fresh.export_adapter()), dict(learner.export_adapter()))
 
 
-LAYOUTS = [
-    ParallelOptions(ranks=2, tensor=2, sequence=True),
-    ParallelOptions(ranks=2, pipeline=2),
-    ParallelOptions(ranks=2, distributed_optimizer=True),
-]
+LAYOUTS = {
+    "TP2SP": ParallelOptions(ranks=2, tensor=2, sequence=True),
+    "PP2": ParallelOptions(ranks=2, pipeline=2),
+    "DP2": ParallelOptions(ranks=2, distributed_optimizer=True),
+    "EP2": ParallelOptions(ranks=2, expert=2),
+}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["TP2SP", "PP2", "DP2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_goes_into_other_layouts_and_back(
-    layout: ParallelOptions, saved: Path, tied_policy: Path, two_ranks: Any, tmp_path: Path
+    layout: str, tied_policy: Path, mixture_policy: Path, make_batch: MakeBatch, two_ranks: Any, tmp_path: Path
 ):
-    spread = MegatronLearner(tied_policy, OPTIONS, ranks=two_ranks.in_layout(layout), lora=LORA)
-    spread.load(saved)
+    policy = mixture_policy if layout == "EP2" else tied_policy
+    alone = MegatronLearner(policy, OPTIONS, lora=LORA)
+    train(alone, make_batch, range(2))
+    alone.save(tmp_path / "first")
+    spread = MegatronLearner(policy, OPTIONS, ranks=two_ranks.in_layout(LAYOUTS[layout]), lora=LORA)
+    spread.load(tmp_path / "first")
     spread.save(tmp_path / "spread")
-    alone = MegatronLearner(tied_policy, OPTIONS, lora=LORA)
-    alone.load(tmp_path / "spread")
-    alone.save(tmp_path / "alone")
+    again = MegatronLearner(policy, OPTIONS, lora=LORA)
+    again.load(tmp_path / "spread")
 
-    for folder in (tmp_path / "spread", tmp_path / "alone"):
-        assert_same(contents(folder), contents(saved))
-        for name in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "learner.json"):
-            assert (folder / name).read_bytes() == (saved / name).read_bytes()
+    assert train(again, make_batch, range(2, 4)) == train(alone, make_batch, range(2, 4))
+    assert_same(contents(tmp_path / "spread"), contents(tmp_path / "first"))
+    for name in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "learner.json"):
+        assert (tmp_path / "spread" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
 
 
 def test_it_has_the_adapter_and_its_moments_alone(saved: Path, tied_policy: Path):
