@@ -1,7 +1,6 @@
 """A mixture of experts in vLLM: updates, the Megatron learner beside it, and faults that its proof must name."""
 
 import asyncio
-import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -11,12 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from expert_faults import FAULTS, NUM_EXPERTS, NUM_LAYERS, Fault, repacked, routed
 from safetensors.torch import load_file, save_file
 
 from rl_core import Batch, Ragged, RowKey
 from rl_core.errors import EngineDiedError, EngineError, WeightProofError
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
+    AdapterUpdate,
     Canary,
     ProofTolerances,
     SharedFileTransport,
@@ -24,6 +25,7 @@ from rl_core.weights import (
     WeightReceipt,
     WeightUpdate,
     check_receipt,
+    digest_tensors,
     publish_weights,
 )
 from rl_core.weights.broadcast import BroadcastTransport
@@ -32,11 +34,18 @@ from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.supervised import supervised_objective
 from rl_rollout.engines.process import ProcessEngine
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
-from rl_rollout.testing.reference_model import perturbed, reference_logprobs, token_logprobs
+from rl_rollout.testing.reference_model import (
+    LINEAR_KINDS,
+    make_adapter,
+    merged,
+    perturbed,
+    reference_logprobs,
+    token_logprobs,
+)
 
 pytest.importorskip("vllm")
 
-HIDDEN, NUM_EXPERTS, NUM_LAYERS = 64, 4, 2
+HIDDEN = 64
 NUM_FAULTS = 50
 """Of each of the two engines; each layer has one at a time."""
 WHAT_TO_DO = (
@@ -92,8 +101,16 @@ MIXTURES = (
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
     """One is closed before the other starts: a process holds one engine of vLLM's."""
     dtype, width, *_ = request.param
+    max_lora_rank = 8 if dtype == "float32" else 0
     folder = write_mixture(tmp_path_factory.mktemp("mixture"), width)
-    options = VLLMOptions(max_model_len=96, max_num_seqs=16, kv_cache_gib=0.004, num_threads=1, dtype=dtype)
+    options = VLLMOptions(
+        max_model_len=96,
+        max_num_seqs=16,
+        kv_cache_gib=0.004,
+        num_threads=1,
+        dtype=dtype,
+        max_lora_rank=max_lora_rank,
+    )
     learner, engine = MegatronLearner(folder, LEARNER), VLLMEngine(folder, options)
     asyncio.run(engine.start())
     yield Mixture(*request.param, folder, learner, engine)
@@ -168,69 +185,33 @@ def test_updates_are_served_and_proven(transport: Any, mixture: Mixture) -> None
     assert mixture.distance_to(tensors) < mixture.distance
 
 
-FAULTS = ("swapped", "stale", "transposed", "one element")
-
-
-class Fault:
-    """A fault in the experts of one live layer, drawn by a number.
-
-    Attributes:
-        kind: Of FAULTS.
-        named: The tensors that serve something else afterwards; of one element, those among which one does.
-    """
-
-    def __init__(self, number: int, layer: int) -> None:
-        self._draw, self._layer = random.Random(NUM_LAYERS * number + layer), layer
-        self.kind = FAULTS[(number + layer) % len(FAULTS)]
-        self._is_down = self.kind == "transposed" or self._draw.random() < 0.5
-        self.named: set[str] = set()
-
-    def before(self, worker: Any) -> None:
-        """Remember what is served before the update."""
-        self._old = self._weight(worker).clone()
-
-    def after(self, worker: Any) -> None:
-        """Break what is served after it."""
-        weight, (one, other) = self._weight(worker), self._draw.sample(range(NUM_EXPERTS), 2)
-        if self.kind == "swapped":
-            weight[[one, other]] = weight[[other, one]]
-            self._name([one, other])
-        elif self.kind == "stale":
-            weight.copy_(self._old)
-            self._name(range(NUM_EXPERTS))
-        elif self.kind == "transposed":
-            isa = routed(worker)[self._layer].quant_method.moe_kernel.fused_experts.isa
-            weight[one] = repacked(weight[one], isa, lambda tensor: tensor.T)
-            self._name([one])
-        else:
-            element = self._draw.choice(weight[one].flatten().nonzero().flatten().tolist())  # padding is 0
-            bits = weight[one].view(-1).view(torch.int16)
-            bits[element * weight.itemsize // 2] ^= 1  # the lowest of its bits
-            self._name([one])
-
-    def _weight(self, worker: Any) -> torch.Tensor:
-        layer = routed(worker)[self._layer]
-        return (layer.w2_weight if self._is_down else layer.w13_weight).data
-
-    def _name(self, experts: Iterable[int]) -> None:
-        projections = ["down_proj"] if self._is_down else ["gate_proj", "up_proj"]
-        prefix = f"model.layers.{self._layer}.mlp.experts"
-        self.named = {f"{prefix}.{expert}.{name}.weight" for expert in experts for name in projections}
-
-
-def routed(worker: Any) -> list[Any]:
-    model = worker.worker.model_runner.get_model()
-    return [module for module in model.modules() if type(module).__name__ == "RoutedExperts"]
-
-
-def repacked(weight: torch.Tensor, isa: str, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A packed square matrix, changed."""
-    from vllm._custom_ops import cpu_prepack_moe_weight
-
-    from rl_rollout.engines.vllm.mixtures import _places
-
-    plain = weight.take(_places(tuple(weight.shape), weight.dtype, isa).long())
-    return cpu_prepack_moe_weight(change(plain).contiguous().unsqueeze(0), isa)[0]
+@pytest.mark.parametrize("mixture", MIXTURES[:1], indirect=True, ids=["float32"])
+def test_adapters_of_the_attention_are_served_beside_proven_experts(
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = mixture.weights
+    mixture.update(packed(weights, version=0))
+    told = AdapterUpdate(rank=8, base=digest_tensors(weights))
+    for version in range(1, 6):
+        adapter = make_adapter(weights, rank=8, seed=version, kinds=LINEAR_KINDS[:4])
+        update = TensorTransport().pack(adapter, version=version, tied={}, adapter=told)
+        mixture.check(update, mixture.update(update))
+        assert mixture.distance_to(merged(weights, adapter)) < mixture.distance
+    scored = asyncio.run(mixture.engine.score_with_experts(SEQUENCES))
+    assert all(one.routed_experts is not None and (one.routed_experts[:-1] >= 0).all() for one in scored)
+    mixture.update(packed(weights, version=0))
+    fault = Fault(3, 1)  # stale weights would be those that must be there
+    with monkeypatch.context() as patch:
+        act_before(mixture, "replace_adapter", fault.before, patch)
+        act_before(mixture, "probe_live_weights", fault.after, patch)
+        receipt = mixture.update(update)
+    with pytest.raises(WeightProofError, match=r"experts.*of the base is not what the adapter") as raised:
+        mixture.check(update, receipt)
+    assert raised.value.tensor in fault.named
+    experts = make_adapter(weights, rank=8, seed=1)  # of all linear layers
+    with pytest.raises(EngineError, match=r"without room for an adapter of .*experts"):
+        mixture.update(TensorTransport().pack(experts, version=6, tied={}, adapter=told))
+    mixture.update(packed(weights, version=0))
 
 
 def act_before(mixture: Mixture, method: str, act: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:

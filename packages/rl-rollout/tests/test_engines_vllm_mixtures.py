@@ -128,6 +128,18 @@ def test_ranks_together_serve_the_whole_experts(layout: str, size: int) -> None:
             np.testing.assert_allclose(joined[name], expected[name], atol=1e-5, err_msg=name)
 
 
+def test_experts_of_the_start_are_what_they_were_when_first_read() -> None:
+    """Under an adapter no update brings them."""
+    tensors = random_experts()
+    model = model_of_rank(tensors, layout="vec", dtype=torch.float32)
+    served = live_parts(model)
+    assert not [name for name, (part,) in served.items() if not np.allclose(part.values, probe_tensor(tensors[name]))]
+    bits = model.mlp.experts.routed_experts.w2_weight.data[1].view(-1).view(torch.int32)
+    bits[bits.nonzero()[0]] ^= 1
+    wrong = {name for name, (part,) in live_parts(model).items() if np.isnan(part.values).any()}
+    assert wrong == {"mlp.experts.1.down_proj.weight"}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_experts_that_are_asked_may_round_after_each_step(dtype: torch.dtype) -> None:
     """Also where a few inputs are 30 times as heavy as others, or have no weight at all."""

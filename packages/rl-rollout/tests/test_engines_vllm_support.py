@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from rl_core.errors import EngineError
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
+from rl_rollout.engines.vllm.lora_support import LORA_RANKS, lora_problems, target_modules
 from rl_rollout.engines.vllm.support import VLLMSupport
 
 CPU = VLLMSupport(
@@ -88,6 +89,59 @@ def test_what_is_not_supported_is_told(
     support: VLLMSupport, config: dict[str, Any], options: dict[str, Any], problems: list[str]
 ) -> None:
     assert list(support.problems(CONFIG | config, VLLMOptions(**options), max_model_len=64)) == problems
+
+
+SHAPES = {
+    "model.embed_tokens.weight": (32, 8),
+    "model.layers.0.self_attn.q_proj.weight": (8, 8),
+    "model.layers.0.self_attn.q_norm.weight": (4,),
+    "model.layers.0.mlp.up_proj.weight": (16, 8),
+    "lm_head.weight": (32, 8),
+}
+MIXTURE = {
+    "model.layers.0.self_attn.o_proj.weight": (8, 8),
+    "model.layers.0.mlp.gate.weight": (2, 8),
+    "model.layers.0.mlp.experts.0.up_proj.weight": (16, 8),
+}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "targets", "problems"),
+    [
+        (SHAPES, {}, ("q_proj", "up_proj"), []),
+        (SHAPES, {"lora_target_modules": ("up_proj",)}, ("up_proj",), []),
+        (MIXTURE, {}, ("o_proj",), []),
+        (SHAPES, {"max_lora_rank": 513}, ("q_proj", "up_proj"), ["max_lora_rank must be from 0 to 512; found 513."]),
+        (
+            SHAPES,
+            {"lora_target_modules": ("q_proj", "lm_head")},
+            ("q_proj", "lm_head"),
+            ["lora_target_modules must be among q_proj, up_proj; found lm_head."],
+        ),
+        (
+            MIXTURE,
+            {"lora_target_modules": ("up_proj",)},
+            ("up_proj",),
+            [
+                "lora_target_modules must be among o_proj; found up_proj. Of a mixture, adapters of the attention "
+                "alone are served."
+            ],
+        ),
+    ],
+)
+def test_what_adapters_are_served_of_a_model(
+    shapes: dict[str, tuple[int, ...]], options: dict[str, Any], targets: tuple[str, ...], problems: list[str]
+) -> None:
+    asked = VLLMOptions(**{"max_lora_rank": 8, **options})
+    assert target_modules(asked, shapes) == targets
+    assert list(lora_problems(asked, shapes)) == problems
+
+
+def test_slots_have_sizes_that_vllm_takes() -> None:
+    pytest.importorskip("vllm")
+    from vllm.config.lora import MaxLoRARanks  # takes seconds
+
+    assert get_args(MaxLoRARanks) == LORA_RANKS
 
 
 def test_the_installed_vllm_is_asked(tmp_path: Path) -> None:

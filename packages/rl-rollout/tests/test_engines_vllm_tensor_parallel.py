@@ -18,13 +18,14 @@ from rl_core.errors import EngineDiedError, WeightProofError
 from rl_core.weights.broadcast import BroadcastTransport
 from rl_core.weights.publish import ProofTolerances, check_receipt
 from rl_core.weights.transports import SharedFileTransport, TensorTransport
-from rl_core.weights.update import WeightUpdate
+from rl_core.weights.update import LORA_A, LORA_B, AdapterUpdate, WeightUpdate, digest_tensors
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
-from rl_rollout.testing import EngineConformance, generate, make_tiny_model, refuses
+from rl_rollout.engines.weight_checks import module_of
+from rl_rollout.testing import AdapterChecks, EngineConformance, generate, make_tiny_model, refuses
 from rl_rollout.testing.engine_calls import PROMPT
-from rl_rollout.testing.reference_model import TIED_HEAD, perturbed
+from rl_rollout.testing.reference_model import TIED_HEAD, make_adapter, perturbed
 from rl_rollout.testing.update_checks import UpdateChecks
 
 SMALL = {"max_model_len": 128, "max_num_seqs": 64, "max_num_batched_tokens": 192, "kv_cache_gib": 0.002}
@@ -50,7 +51,7 @@ def tokens_of_one_process(wide_model_dir: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def split_vllm(wide_model_dir: Path, tokens_of_one_process: list[list[int]]) -> Iterator[VLLMEngine]:
-    engine = VLLMEngine(wide_model_dir, VLLMOptions(tensor_parallel_size=2, **SMALL))
+    engine = VLLMEngine(wide_model_dir, VLLMOptions(tensor_parallel_size=2, max_lora_rank=4, **SMALL))
     asyncio.run(engine.start())
     yield engine
     asyncio.run(engine.close())
@@ -116,6 +117,34 @@ def test_broadcasts_reach_every_worker(
     suite = UpdateChecks()
     suite.transport = lambda: broadcast  # type: ignore[assignment]
     check(suite, split_vllm, wide_model_dir)
+
+
+def test_adapters_reach_every_worker(split_vllm: VLLMEngine, wide_model_dir: Path, broadcast: KeptOpen) -> None:
+    """Each has a part of A or of B; from memory, which goes by a file, and by broadcast."""
+    suite = AdapterChecks()
+    suite.test_the_base_is_served_beside_its_adapter(split_vllm, wide_model_dir)
+    suite.transport = lambda: broadcast  # type: ignore[assignment]
+    suite.test_each_adapter_replaces_the_last_on_the_same_base(split_vllm, wide_model_dir)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"])
+def test_an_adapters_part_that_differs_on_one_rank_is_named(
+    kind: str, rank: int, split_vllm: VLLMEngine, wide_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = load_file(wide_model_dir / "model.safetensors")
+    adapter = make_adapter(base, rank=2, seed=1)
+    told = AdapterUpdate(rank=2, base=digest_tensors(base))
+    name = next(name for name in adapter if kind in name and name.endswith(LORA_A if rank else LORA_B))
+    before_probing(split_vllm, flip_a_bit(rank, name), monkeypatch)
+    update = TensorTransport().pack(adapter, version=3, tied=TIED_HEAD, adapter=told)
+    receipt = asyncio.run(split_vllm.update_weights(update))
+    with pytest.raises(WeightProofError, match="it was read back with other bits than arrived") as raised:
+        check_receipt(update, receipt, tolerances=ProofTolerances())
+    assert raised.value.tensor == name
+    monkeypatch.undo()
+    restored = packed(base, version=0)
+    check_receipt(restored, asyncio.run(split_vllm.update_weights(restored)), tolerances=ProofTolerances())
 
 
 def test_a_byte_that_changes_on_its_way_to_the_workers_is_found(
@@ -258,6 +287,18 @@ def keep_stale(rank: int, file: Path) -> Callable[[Any], None]:
             worker.replace_all_weights(file, ["lm_head.weight"])
 
     return load
+
+
+def flip_a_bit(rank: int, name: str) -> Callable[[Any], None]:
+    """Something that changes the lowest bit of an element of an adapter's tensor in the worker of one rank."""
+
+    @torch.inference_mode()
+    def flip(worker: Any) -> None:
+        if worker.worker.rank == rank:
+            part = worker.worker._adapter_slot._parts[module_of(name)]
+            part.slots()[name.endswith(LORA_B)][0].view(torch.int32)[1, 1] ^= 1
+
+    return flip
 
 
 def before_probing(engine: VLLMEngine, act: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,8 +80,7 @@ class AdaptedPart:
     def read(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of A and B, as the live layer has them; with the padding where that is not zero."""
         a, b = (tensor[SLOT] for tensor in self.slots())
-        is_padded = _has_numbers(a[rank:]) or _has_numbers(b[:, rank:])
-        return (a, b) if is_padded else (a[:rank], b[:, :rank])
+        return a if _has_numbers(a[rank:]) else a[:rank], b if _has_numbers(b[:, rank:]) else b[:, :rank]
 
     def probe_a(self, held: torch.Tensor) -> LivePart:
         """This rank's share of A's probe."""
@@ -132,8 +131,8 @@ class AdapterSlot:
             rank, part = len(a), self._parts[name]
             sums[key + LORA_A], sums[key + LORA_B] = tensor_crc32c(a[:, part.columns]), tensor_crc32c(b[part.rows])
             loras[name] = LoRALayerWeights(name, rank, rank, a, b)
+        self.drop()
         manager = self._manager
-        manager.remove_adapter(ADAPTER_ID)
         manager.add_adapter(LoRAModel(ADAPTER_ID, rank, loras))
         manager.activate_adapter(ADAPTER_ID)
         manager.pin_adapter(ADAPTER_ID)
@@ -144,8 +143,10 @@ class AdapterSlot:
         return {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
 
     def drop(self) -> None:
-        """Serve none."""
-        self._manager.remove_adapter(ADAPTER_ID)
+        """Serve none; whatever else the slots held goes too."""
+        self._manager.remove_all_adapters()
+        for layer in self._manager.modules.values():
+            layer.reset_lora(SLOT + 1)  # the other one is reset when it is taken
         self._version, self._sums = None, {}
 
     def follow(self, loras: Mapping[str, Any]) -> None:

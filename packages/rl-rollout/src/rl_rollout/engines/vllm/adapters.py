@@ -5,11 +5,12 @@ from typing import Any
 
 from vllm.lora.request import LoRARequest
 
+from rl_core.errors import EngineError
 from rl_core.weights import WeightUpdate
 from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.vllm.adapter_slot import ADAPTER_ID
 from rl_rollout.engines.vllm.prompt_sharing import PromptSharing
-from rl_rollout.engines.weight_checks import Shapes
+from rl_rollout.engines.weight_checks import Shapes, module_of
 
 IN_MEMORY = "in memory, not a folder"
 """vLLM wants a path; it never reads an adapter that has a slot."""
@@ -21,7 +22,6 @@ class PublishedAdapter:
     Attributes:
         version: Of the policy; None without an adapter.
         base_version: Of the policy whose weights are under it.
-        matrices: (out, in) of each Hugging Face module that it may change.
     """
 
     def __init__(self, core: Any, shapes: Shapes, *, can_serve: bool) -> None:
@@ -36,11 +36,25 @@ class PublishedAdapter:
         self._can_serve = can_serve
         self.version: int | None = None
         self.base_version = 0
-        self.matrices: Shapes = {}
+        self._modules: set[str] = set()
         if can_serve:
-            modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
-            served, *_ = core.collective_rpc("open_adapter_slot", args=(list(modules),))
-            self.matrices = {module: modules[module] for module in served}
+            modules = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
+            self._modules.update(core.collective_rpc("open_adapter_slot", args=(modules,))[0])
+
+    def check_modules(self, names: Iterable[str]) -> None:
+        """Refuse an adapter of modules for which vLLM has no slots, before anything is touched.
+
+        Args:
+            names: Of its tensors.
+
+        Raises:
+            EngineError: Names one.
+        """
+        if unserved := sorted(set(map(module_of, names)) - self._modules):
+            raise EngineError(
+                f"vLLM was started without room for an adapter of {unserved[0]}. Add the last part of its name to "
+                f"lora_target_modules (VLLMOptions); it must not be an expert's. {len(unserved)} modules have no room."
+            )
 
     def request_of(self, sample: Sample) -> LoRARequest | None:
         """What vLLM is told of a sample's adapter: its name decides which keys and values are shared."""

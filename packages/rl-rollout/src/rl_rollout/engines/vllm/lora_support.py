@@ -1,19 +1,21 @@
 """Which adapters vLLM can serve of a model; importing this loads no engine."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rl_rollout.engines.options import VLLMOptions
-from rl_rollout.engines.weight_checks import Shapes
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shape of each tensor by Hugging Face name."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of a slot that vLLM takes."""
-EXPERTS = re.compile(r"\.(experts\.\d+|gate)\.")
-"""Parts of a mixture whose adapters vLLM does not serve on CPUs, and peft stores joined."""
+EXPERTS = re.compile(r"\.experts\.\d+\.")
 
 
 def target_modules(options: VLLMOptions, shapes: Shapes) -> tuple[str, ...]:
     """Last parts of the names of the modules that an adapter may change.
+
+    vLLM's own choice takes the embeddings and the head too, with which it cannot score.
 
     Args:
         options: Its lora_target_modules; none take every linear of the layers, of a mixture the attention's.
@@ -23,27 +25,24 @@ def target_modules(options: VLLMOptions, shapes: Shapes) -> tuple[str, ...]:
 
 
 def lora_problems(options: VLLMOptions, shapes: Shapes) -> Iterator[str]:
-    """What vLLM cannot do of the adapters that are asked for."""
-    if options.max_lora_rank < 0 or options.max_lora_rank > LORA_RANKS[-1]:
+    """What vLLM cannot do of the adapters that are asked for.
+
+    Args:
+        options: How the engine shall run.
+        shapes: The model's tensors.
+    """
+    if not 0 <= options.max_lora_rank <= LORA_RANKS[-1]:
         yield f"max_lora_rank must be from 0 to {LORA_RANKS[-1]}; found {options.max_lora_rank}."
     known = _linear_names(shapes)
-    unknown = sorted(set(options.lora_target_modules) - known) if options.max_lora_rank else []
-    if unknown:
-        why = " vLLM serves adapters of a mixture's attention alone." if _is_mixture(shapes) else ""
-        yield f"lora_target_modules must be among {', '.join(sorted(known))}; found {', '.join(unknown)}.{why}"
+    if unknown := sorted(set(options.lora_target_modules) - known):
+        reason = " Of a mixture, adapters of the attention alone are served." if _is_mixture(shapes) else ""
+        yield f"lora_target_modules must be among {', '.join(sorted(known))}; found {', '.join(unknown)}.{reason}"
 
 
 def _linear_names(shapes: Shapes) -> set[str]:
-    """Last parts of the names of the layers' matrices; of a mixture's, those of its attention."""
     is_mixture = _is_mixture(shapes)
-    return {
-        name.split(".")[-2]
-        for name, shape in shapes.items()
-        if len(shape) == 2
-        and ".layers." in name
-        and name.endswith(".weight")
-        and (".self_attn." in name or not is_mixture)
-    }
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")]
+    return {name.split(".")[-2] for name in matrices if (".self_attn." if is_mixture else ".layers.") in name}
 
 
 def _is_mixture(shapes: Shapes) -> bool:

@@ -89,9 +89,12 @@ class ExpertPart:
         expert.arrive(self.projection, part, self._probe(part), _projections(self.layer))
 
     def read_probe(self) -> FloatArray:
-        """This rank's rows of the tensor's probe, as it was read; NaN unless it is what arrived, bit for bit."""
+        """This rank's rows of the tensor's probe, as it was read; NaN unless it is what arrived, bit for bit.
+
+        What the engine was started with counts as arrived when it is first read.
+        """
         tensor = self.read()
-        is_expected = _sums.get(self.layer, {}).get((self.expert, self.projection)) == tensor_crc32c(tensor)
+        is_expected = _is_expected(self.layer, (self.expert, self.projection), tensor)
         return self._probe(tensor) if is_expected else self.unlike()
 
     def unlike(self) -> FloatArray:
@@ -128,7 +131,7 @@ class BiasPart:
 
     def is_expected(self, found: torch.Tensor) -> bool:
         """Whether what was read is what arrived, bit for bit."""
-        return _sums.get(self.layer, {}).get(None) == tensor_crc32c(found.float())
+        return _is_expected(self.layer, None, found.float())
 
 
 def keep_cpu_experts() -> None:
@@ -220,6 +223,11 @@ def loader_names(model: torch.nn.Module) -> Callable[[str], str]:
         return str
     mapper = replace(mapper, orig_to_new_stacked={})
     return lambda name: next(iter(mapper.apply_list([name])), name)
+
+
+def _is_expected(layer: Any, key: tuple[int, str] | None, found: torch.Tensor) -> bool:
+    crc32c = tensor_crc32c(found)
+    return _sums.setdefault(layer, {}).setdefault(key, crc32c) == crc32c
 
 
 def _is_readable(layer: Any) -> bool:

@@ -148,6 +148,7 @@ class VLLMStepper:
             check_update(update, tensors, self._shapes)
         else:
             check_adapter(update, tensors, self._shapes, self._traits)
+            self._adapter.check_modules(tensors)
         ranks = self._replace_weights(update)
         self.reset_prefix_cache()
         self._version = update.version

@@ -19,6 +19,7 @@ from rl_core.errors import DataError, DeadlineError, EngineError, MissingExtraEr
 from rl_core.files import read_json_object
 from rl_rollout.engines.model_folder import max_positions
 from rl_rollout.engines.options import VLLMOptions
+from rl_rollout.engines.vllm.lora_support import lora_problems
 
 QUERY = Path(__file__).with_name("support_query.py")
 DEADLINE_S = 600
@@ -109,7 +110,12 @@ def check_support(model_dir: Path, options: VLLMOptions) -> None:
     support = installed_support()
     config = read_json_object(model_dir / "config.json", error=EngineError)
     longest = options.max_model_len or max_positions(model_dir)
-    if found := list(support.problems(config, options, max_model_len=longest)):
+    found = [*support.problems(config, options, max_model_len=longest)]
+    if options.max_lora_rank:
+        from rl_rollout.engines.weight_checks import tensor_shapes  # imports torch
+
+        found += lora_problems(options, tensor_shapes(model_dir))
+    if found:
         raise EngineError(f"{support.name} cannot serve {model_dir}: {' '.join(found)}")
 
 
