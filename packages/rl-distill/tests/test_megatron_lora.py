@@ -14,18 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_core.data.batch import Batch
-from rl_core.errors import CheckpointError, NotReadyError, SettingsError
+from rl_core.errors import NotReadyError, SettingsError
 from rl_core.weights import PEFT_PREFIX
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.lora_targets import adapter_shapes, adapter_size
 from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.model_memory import rank_memory
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
-from rl_distill.policy_config import parse_policy_config, read_policy_config
+from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]
@@ -60,9 +61,7 @@ CASES = [
 ]
 
 
-def policy_gradient(
-    logprobs: Tensor, entropy: Tensor | None, micro: MicroBatch
-) -> tuple[Tensor, MetricSums]:
+def policy_gradient(logprobs: Tensor, entropy: Tensor | None, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
     weights = micro.columns["loss_weights"]
     loss = -(logprobs.exp() * micro.columns["advantages"] * weights).sum()
     return loss if entropy is None else loss - 0.1 * (entropy * weights).sum(), {}
@@ -143,7 +142,9 @@ def moments(learner: MegatronLearner, folder: Path, kind: str = "exp_avg") -> di
     learner.save(folder)
     state = TensorFolder(folder / "state")
     found = {
-        name.removeprefix(f"{kind}/"): Piece(name=name, shape=shape, offsets=(0,) * len(shape), tensor=torch.empty(shape))
+        name.removeprefix(f"{kind}/"): Piece(
+            name=name, shape=shape, offsets=(0,) * len(shape), tensor=torch.empty(shape)
+        )
         for name, shape in state.shapes().items()
         if name.startswith(f"{kind}/")
     }
@@ -151,11 +152,27 @@ def moments(learner: MegatronLearner, folder: Path, kind: str = "exp_avg") -> di
     return {name: piece.tensor for name, piece in found.items()}
 
 
-def learner_of(adapted: Adapted, layout: str, two_ranks: Started, four_ranks: Started, **changes: Any) -> MegatronLearner:
+def learner_of(
+    adapted: Adapted, layout: str, two_ranks: Started, four_ranks: Started, **changes: Any
+) -> MegatronLearner:
     parallel = LAYOUTS[layout]
     started = {1: None, 2: two_ranks, 4: four_ranks}[parallel.ranks]
     ranks = None if started is None else started.in_layout(parallel)
     return MegatronLearner(adapted.policy, replace(OPTIONS, **changes), ranks=ranks, lora=adapted.lora)
+
+
+def check_memory(learner: MegatronLearner, parallel: ParallelOptions, config: PolicyConfig) -> None:
+    """What each rank keeps is what the layout says, to the byte; megatron pads what ranks of an optimizer share."""
+    dtype = learner._options.dtype
+    stages = rank_memory(config, parallel, dtype=dtype, lora=learner._lora) * (parallel.ranks // parallel.pipeline)
+    found = learner._ranks.call_all("run", "policy", "memory", (), {})
+    if not parallel.distributed_optimizer:
+        assert sorted(found) == sorted(stages)
+        return
+    assert sorted(one.weights for one in found) == sorted(one.weights for one in stages)
+    gradients, optimizer = ([sum(one[kind] for one in of) for of in (found, stages)] for kind in (1, 2))
+    assert gradients[0] >= gradients[1]
+    assert optimizer[0] == pytest.approx(optimizer[1], rel=1e-2)
 
 
 @pytest.mark.parametrize(("architecture", "layout"), CASES)
@@ -180,4 +197,120 @@ def test_gradients_are_those_of_the_merged_weights(
     assert found.keys() == adapted.gradients.keys()
     for name, gradient in adapted.gradients.items():
         of_step = found[name] / (1.0 - OPTIONS.betas[0])
-        torch.testing.assert_close(of_step, gradient, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name} {text}")
+        torch.testing.assert_close(
+            of_step, gradient, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name} {text}"
+        )
+
+
+def test_an_adapter_begins_alike_in_every_layout_and_changes_nothing(
+    adapted_of: Callable[[str], Adapted], two_ranks: Started
+):
+    adapted = adapted_of("Qwen3ForCausalLM")
+    full = MegatronLearner(adapted.policy, OPTIONS)
+    alone = MegatronLearner(adapted.policy, OPTIONS, lora=LORA)
+    first = alone.export_adapter()
+    for name, tensor in first.items():
+        bound = 0.0 if name.endswith("lora_B.weight") else tensor.shape[1] ** -0.5
+        assert float(tensor.abs().max()) <= bound
+        assert float(tensor.std()) == pytest.approx(bound / 3**0.5, rel=0.3)
+    assert list(first) == [PEFT_PREFIX + name for name in adapted.adapter]
+    assert np.array_equal(alone.logprobs(adapted.batch).values, full.logprobs(adapted.batch).values)
+    assert alone.num_parameters == full.num_parameters == full.num_trained
+    assert alone.num_trained == adapter_size(adapted.config, LORA) == sum(t.numel() for t in first.values())
+
+    together = MegatronLearner(adapted.policy, OPTIONS, ranks=two_ranks.in_layout(LAYOUTS["TP2"]), lora=LORA)
+    assert all(torch.equal(first[name], tensor) for name, tensor in together.export_adapter().items())
+    assert together.num_parameters == full.num_parameters
+    other = MegatronLearner(adapted.policy, replace(OPTIONS, seed=1), lora=LORA).export_adapter()
+    assert not any(torch.equal(first[name], other[name]) for name in first if name.endswith("lora_A.weight"))
+
+
+@pytest.mark.parametrize("layout", ["one", "TP2+SP"])
+def test_the_base_stays_and_is_the_reference(layout: str, adapted_of: Callable[[str], Adapted], two_ranks: Started):
+    adapted = adapted_of("Qwen3ForCausalLM")
+    learner = learner_of(adapted, layout, two_ranks, None, clip_grad=0.1, weight_decay=0.1)
+    base = {name: tensor.clone() for name, tensor in learner.export_base().items()}
+    of_base = MegatronLearner(adapted.policy, OPTIONS).logprobs(adapted.batch).values
+    memory = learner._ranks.call_all("run", "policy", "memory", (), {})
+    reference = learner.reference()
+    np.testing.assert_allclose(reference.logprobs(adapted.batch).values, of_base, rtol=0, atol=5e-6)
+    for _ in range(2):
+        learner.train_step(adapted.batch, policy_gradient)
+
+    after = learner.logprobs(adapted.batch).values
+    assert learner.offload() > 0
+    np.testing.assert_allclose(reference.logprobs(adapted.batch).values, of_base, rtol=0, atol=5e-6)
+    assert np.array_equal(learner.logprobs(adapted.batch).values, after)
+    assert float(np.abs(after - adapted.logprobs).max()) > 1e-3
+    assert learner._ranks.call_all("run", "policy", "memory", (), {})[0].weights == memory[0].weights
+    weights, adapter = learner.export_weights(), learner.export_adapter()
+    unscaled = {n.removeprefix(PEFT_PREFIX): t / (LORA.scaling if "lora_B" in n else 1.0) for n, t in adapter.items()}
+    for name, tensor in {**base, **merged(base, unscaled)}.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-7)
+    assert all(torch.equal(base[name], tensor) for name, tensor in learner.export_base().items())
+
+
+def test_all_weights_have_no_adapter(tied_policy: Path):
+    learner = MegatronLearner(tied_policy, OPTIONS)
+    for refused in (learner.export_adapter, learner.reference):
+        with pytest.raises(NotReadyError, match="trains all weights"):
+            refused()
+    weights = learner.export_weights()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in learner.export_base().items())
+    with pytest.raises(SettingsError, match="target_modules has 'lm_head'"):
+        MegatronLearner(tied_policy, OPTIONS, lora=replace(LORA, target_modules=("lm_head",)))
+
+
+@pytest.mark.parametrize("layout", ["PP2", "TP2+SP"])
+def test_some_matrices_of_some_layers(
+    layout: str, adapted_of: Callable[[str], Adapted], two_ranks: Started, tmp_path: Path
+):
+    """Joined matrices have an adapter in part; the second stage has none."""
+    adapted = adapted_of("Qwen3ForCausalLM")
+    lora = replace(LORA, target_modules=("layers.0.self_attn.[kv]_proj", "layers.1.mlp.up_proj", "layers.1.*.o_proj"))
+    kept = adapter_shapes(adapted.config, lora)
+    lora = replace(lora, path=write_adapter(tmp_path / "some", {name: adapted.adapter[name] for name in kept}))
+    learners = [
+        MegatronLearner(adapted.policy, replace(OPTIONS, recompute="full"), ranks=ranks, lora=lora)
+        for ranks in (None, two_ranks.in_layout(LAYOUTS[layout]))
+    ]
+    for _ in range(2):
+        expected, found = (learner.train_step(adapted.batch, policy_gradient) for learner in learners)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    weights = {name: tensor.clone() for name, tensor in learners[0].export_base().items()}
+    adapter = {name: adapted.adapter[name] for name in kept}
+    alone = MegatronLearner(adapted.policy, OPTIONS, lora=lora)
+    for name, tensor in {**weights, **merged(weights, adapter)}.items():
+        torch.testing.assert_close(alone.export_weights()[name], tensor)
+    check_memory(learners[1], LAYOUTS[layout], adapted.config)
+
+
+@pytest.mark.parametrize("layout", ["one", "TP2 DP2 distributed optimizer"])
+def test_bfloat16_goes_on_bit_for_bit(
+    layout: str, adapted_of: Callable[[str], Adapted], four_ranks: Started, tmp_path: Path
+):
+    """float32 weights behind A and B; what is left out is drawn by the step, also where layers are computed again."""
+    adapted = adapted_of("Qwen3ForCausalLM")
+
+    def learner_in(**changes: Any) -> MegatronLearner:
+        ranks = None if layout == "one" else four_ranks.in_layout(LAYOUTS[layout])
+        options = replace(OPTIONS, dtype="bfloat16", **changes)
+        return MegatronLearner(adapted.policy, options, ranks=ranks, lora=replace(adapted.lora, dropout=0.2))
+
+    learner = learner_in()
+    before = learner.logprobs(adapted.batch).values
+    assert np.array_equal(learner.logprobs(adapted.batch).values, before)  # nothing is left out of scores
+    learner.train_step(adapted.batch, policy_gradient)
+    learner.save(tmp_path / "saved")
+    steps = [learner.train_step(adapted.batch, policy_gradient) for _ in range(2)]
+    adapter = {name: tensor.clone() for name, tensor in learner.export_adapter().items()}
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.bfloat16}
+    check_memory(learner, LAYOUTS[layout], adapted.config)
+
+    resumed = learner_in(recompute="full")
+    resumed.load(tmp_path / "saved")
+    for expected in steps:
+        found = resumed.train_step(adapted.batch, policy_gradient)
+        assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
+    assert all(torch.equal(adapter[name], tensor) for name, tensor in resumed.export_adapter().items())

@@ -3,7 +3,9 @@
 import math
 from typing import Literal, NamedTuple
 
-from rl_distill.options import ParallelOptions
+from rl_core.weights import LORA_B
+from rl_distill.lora_targets import adapter_shapes
+from rl_distill.options import LoraOptions, ParallelOptions
 from rl_distill.policy_config import PolicyConfig
 from rl_distill.tensor_shapes import ROUTED, is_trained, tensor_shapes
 
@@ -12,6 +14,9 @@ GRADIENT_BYTES = 4
 MOMENTS_BYTES = 8
 MASTER_BYTES = 4
 """Of the float32 weights behind bfloat16 ones."""
+
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 class RankMemory(NamedTuple):
@@ -34,6 +39,7 @@ def rank_memory(
     *,
     dtype: str,
     kind: Literal["policy", "critic", "frozen"] = "policy",
+    lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
 ) -> list[RankMemory]:
     """What each rank of a pipeline stage keeps of a model, stage by stage.
 
@@ -44,13 +50,17 @@ def rank_memory(
         parallel: The layout, which divides it.
         dtype: Of the parameters.
         kind: What it is; "frozen" has a policy's weights alone.
+        lora: The adapter that trains in the place of a policy's weights; a reference that shares these takes nothing.
+
+    Raises:
+        SettingsError: A target module of the adapter is none.
     """
     expert_size = parallel.expert * (parallel.expert_tensor or parallel.tensor)
     copies = {True: parallel.ranks // (expert_size * parallel.pipeline)}
     copies[False] = parallel.ranks // (parallel.tensor * parallel.pipeline)
     weight = WEIGHT_BYTES[dtype]
     kept = MOMENTS_BYTES + (MASTER_BYTES if weight < MASTER_BYTES else 0)
-    found = []
+    adapter, found = adapter_shapes(config, lora) if kind == "policy" else {}, []
     for stage in range(parallel.pipeline):
         sizes, of_biases = {True: 0, False: 0}, 0
         for name, shape in _stage_shapes(config, parallel, stage, is_critic=kind == "critic"):
@@ -62,6 +72,10 @@ def rank_memory(
         if kind == "frozen":
             found.append(RankMemory(of_weights, 0, 0))
             continue
+        if adapter:
+            here = {name: shape for name, shape in adapter.items() if _is_here(name, config, parallel, stage)}
+            trained = sum(_adapter_size(name, shape, parallel.tensor) for name, shape in here.items())
+            sizes, of_weights = {True: 0, False: trained}, of_weights + weight * trained
         shares = [-(-size // (copies[of] if parallel.distributed_optimizer else 1)) for of, size in sizes.items()]
         found.append(RankMemory(of_weights, GRADIENT_BYTES * sum(sizes.values()), kept * sum(shares)))
     return found
@@ -71,21 +85,29 @@ def _stage_shapes(
     config: PolicyConfig, parallel: ParallelOptions, stage: int, *, is_critic: bool
 ) -> list[tuple[str, tuple[int, ...]]]:
     """The tensors of a pipeline stage; the last of several has a copy of the embedding that is its head."""
-    last, chunk_layers = parallel.pipeline - 1, config.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
-    embedding = "model.embed_tokens.weight"
-
-    def is_here(name: str) -> bool:
-        if name.startswith("model.layers."):
-            return int(name.split(".")[2]) // chunk_layers % parallel.pipeline == stage
-        return stage == (0 if name == embedding else last)
-
+    last = parallel.pipeline - 1
     shapes = tensor_shapes(config)
     if is_critic:
         shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
         shapes |= {"score.weight": (1, config.hidden_size), "score.bias": (1,)}
-    here = [(name, shape) for name, shape in shapes.items() if is_here(name)]
+    here = [(name, shape) for name, shape in shapes.items() if _is_here(name, config, parallel, stage)]
     has_copy = config.is_tied and not is_critic and stage == last > 0
-    return [*here, *([(embedding, shapes[embedding])] if has_copy else [])]
+    return [*here, *([(EMBEDDING, shapes[EMBEDDING])] if has_copy else [])]
+
+
+def _is_here(name: str, config: PolicyConfig, parallel: ParallelOptions, stage: int) -> bool:
+    """Whether a tensor is on a pipeline stage."""
+    if name.startswith("model.layers."):
+        chunk_layers = config.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
+        return int(name.split(".")[2]) // chunk_layers % parallel.pipeline == stage
+    return stage == (0 if name == EMBEDDING else parallel.pipeline - 1)
+
+
+def _adapter_size(name: str, shape: tuple[int, ...], tensor: int) -> int:
+    """Elements of an A or B on a rank: whole, or cut as its matrix is."""
+    is_cut_by_columns = ".o_proj." in name or ".down_proj." in name
+    is_whole = is_cut_by_columns == name.endswith(LORA_B)
+    return math.prod(shape) // (1 if is_whole else tensor)
 
 
 def _rank_size(name: str, shape: tuple[int, ...], tensor: int, expert_size: int) -> int:

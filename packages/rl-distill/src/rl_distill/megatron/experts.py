@@ -73,7 +73,9 @@ def _halves(weights: Any) -> tuple[Any, Any]:
 
 
 def _weight_grad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    """Of x @ weight.t(); None where megatron's buffer has it."""
+    """Of x @ weight.t(); None where the weight is frozen, or megatron's buffer has the gradient."""
+    if not weight.requires_grad:
+        return None
     total = getattr(weight, "main_grad", None)
     if total is None:
         return torch.mm(grad.t(), x)

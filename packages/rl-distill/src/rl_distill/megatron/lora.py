@@ -6,6 +6,7 @@ matrices (queries, keys and values; gate and up) have A whole on every tensor ra
 """
 
 import contextlib
+import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    get_cuda_rng_tracker,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.mappings import (
@@ -27,6 +27,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn import Parameter, ParameterDict
 
+from rl_distill.megatron.parallel import undisturbed_random_numbers
 from rl_distill.options import LoraOptions
 
 PARAMETER = ".lora_"
@@ -58,6 +59,15 @@ def base_alone(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.is_on = True
+
+
+@contextlib.contextmanager
+def drawing_by(key: tuple[int, ...]) -> Iterator[None]:
+    """Inside the context, what adapters leave out follows from a key; random numbers of others stay as they were."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    with undisturbed_random_numbers():
+        torch.default_generator.manual_seed(int.from_bytes(digest[:7], "big"))
+        yield
 
 
 class LoraColumn(ColumnParallelLinear):  # type: ignore[misc]
@@ -192,8 +202,10 @@ def _dropped(x: Tensor, layer: Any, *, is_part: bool) -> Tensor:
     share = layer._lora.dropout
     if not (share and layer.training):
         return x
-    with get_cuda_rng_tracker().fork() if is_part else contextlib.nullcontext():
-        return F.dropout(x, share)
+    # A layer that is computed again finds the CPU's generator as it was.
+    seed = int(torch.randint(2**40, ())) + (layer.tp_group.rank() if is_part else 0)
+    generator = torch.Generator(x.device).manual_seed(seed)
+    return x * torch.empty_like(x).bernoulli_(1.0 - share, generator=generator).div_(1.0 - share)
 
 
 def _plus(output: Tensor, low: Tensor, b: Tensor, *, scaling: float) -> Tensor:

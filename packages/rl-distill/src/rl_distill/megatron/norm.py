@@ -18,16 +18,16 @@ class _RMSNormFunction(torch.autograd.Function):
         return (values * inverse_rms).mul_(weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
         grad, values, scale = grads[0].float(), x.float(), weight.float()
         product = grad * values
         rows = product.reshape(-1, x.shape[-1])
         # Sums over tokens and over the hidden axis are matrix-vector products: one pass each, nothing written.
-        grad_weight = inverse_rms.flatten() @ rows
+        grad_weight = inverse_rms.flatten() @ rows if ctx.needs_input_grad[1] else None
         shift = (rows @ scale).view_as(inverse_rms).mul_(inverse_rms.pow(3)).div_(x.shape[-1])
         grad_x = torch.mul(grad, scale, out=product).mul_(inverse_rms).addcmul_(values, shift, value=-1.0)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return grad_x.to(x.dtype), None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
 class RMSNorm(torch.nn.Module):

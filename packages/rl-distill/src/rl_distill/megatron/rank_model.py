@@ -1,7 +1,7 @@
 """One rank's part of a model, and what it does with its share of a batch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rl_core.errors import DataError
 from rl_distill.learner import Objective
-from rl_distill.megatron.lora import base_alone
+from rl_distill.megatron.lora import base_alone, drawing_by
 from rl_distill.megatron.model import Scored, Wanted
 from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.optimizer import MegatronAdam
@@ -135,7 +135,8 @@ class RankModel:
         comparison = comparison_of(objective)
         wanted = Wanted(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
         packs = share.packs(self._device)
-        self._run(packs, evaluate, wanted=wanted, mask=mask, with_gradients=True)
+        with self._dropping():
+            self._run(packs, evaluate, wanted=wanted, mask=mask, with_gradients=True)
         loss = _total(gathered.loss() if self.place.answers else 0.0)
         learning_rate = learning_rate_at(self.step + 1, self.plan.options)
         grad_norm, is_applied = self._update(loss, learning_rate=learning_rate)
@@ -177,6 +178,16 @@ class RankModel:
                 rank=shard.tensor_rank,
                 num_ranks=shard.tensor_size,
             )
+
+    def _dropping(self) -> AbstractContextManager[None]:
+        """What the adapter leaves out, drawn by the step alone, so that a step that is done again draws the same."""
+        if not self.plan.lora.dropout:
+            return nullcontext()
+        groups = (
+            parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
+        return drawing_by((self.plan.options.seed, self.step, *groups))
 
     def _zero_gradients(self) -> None:
         for chunk in self._chunks:

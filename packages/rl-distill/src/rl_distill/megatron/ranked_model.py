@@ -23,6 +23,7 @@ from rl_distill.checkpoints.checkpoint import (
 )
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult
+from rl_distill.lora_targets import adapted_modules
 from rl_distill.megatron.model import Head
 from rl_distill.megatron.rank_shares import RankShare, StepShare
 from rl_distill.megatron.rank_tensors import Exported
@@ -83,6 +84,7 @@ class RankedModel:
         self._source = open_policy(policy, is_critic=self.head == "value")
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config)
+        adapted_modules(self._source.config, self._lora)
         self._name = name or self.kind
         self._owns_ranks = ranks is None
         self._ranks = ranks or LearnerRanks(parallel, num_threads=options.num_threads)
