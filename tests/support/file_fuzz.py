@@ -12,6 +12,9 @@ from typing import Any
 
 from file_mutation import Format, run_cases, watch
 from model_formats import (
+    adapter_config,
+    adapter_header,
+    adapter_tensors,
     chat_template,
     engine_config,
     learner_header,
@@ -220,7 +223,7 @@ MAKERS: dict[str, Callable[[Path], Format]] = {
         *(manifest, trainer_state, learner_header, policy_config, engine_config, safetensors_header, safetensors),
         *(safetensors_index, torch_dist_table, torch_dist_chunk, vocabulary, tokenizer, chat_template, prompts_jsonl),
         *(prompts_parquet, prompts_arrow, settings_toml, workload_toml, hang_report, health, schedule_record),
-        *(trl_state, verl_log, segment, wal, journal_record, journal),
+        *(trl_state, verl_log, segment, wal, journal_record, journal, adapter_header, adapter_config, adapter_tensors),
     )
 }
 RUN_FILES: dict[str, Callable[[Any], object]] = {

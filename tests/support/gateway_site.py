@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from chat_model import CHATML, Speaker, make_tokenizer
 
 from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.gateway.server import Gateway, GatewayOptions
 from rl_rollout.gateway.service import ServiceOptions
+
+ResultT = TypeVar("ResultT")
 
 
 @asynccontextmanager
@@ -21,11 +23,12 @@ async def gateway_site(
     service: ServiceOptions | None = None,
     engine: Any = None,
     on_finished: Any = None,
+    max_model_len: int = 100_000,
     **options: Any,
 ) -> AsyncIterator[Gateway]:
     tokenizer = make_tokenizer(template)
     if engine is None:
-        engine = Speaker(tokenizer, lambda heard: say(heard) + "<|im_end|>", max_model_len=100_000).engine
+        engine = Speaker(tokenizer, lambda heard: say(heard) + "<|im_end|>", max_model_len=max_model_len).engine
     await engine.start()
     made = Gateway(
         engine,
@@ -42,11 +45,11 @@ async def gateway_site(
         await engine.close()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    """A test's coroutine, within a minute."""
+def run(test: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    """What a test's coroutine gives, within a minute."""
 
-    async def within() -> None:
+    async def within() -> ResultT:
         async with asyncio.timeout(60):
-            await test()
+            return await test()
 
-    asyncio.run(within())
+    return asyncio.run(within())

@@ -78,6 +78,53 @@ def learner_header(folder: Path) -> Format:
     return Format(file, lambda: read_header(folder, config=config, dtype="float32"))
 
 
+MODULE = "model.layers.0.self_attn.q_proj"
+
+
+def adapter_header(folder: Path) -> Format:
+    """learner.json of an adapter's learner."""
+    from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter
+    from rl_distill.checkpoints.checkpoint import read_header
+    from rl_distill.options import LoraOptions
+    from rl_distill.policy_config import parse_policy_config
+
+    config = parse_policy_config(CONFIG)
+    adapter = TrainedAdapter(options=LoraOptions(rank=2), modules=(MODULE,), base_digest="0" * 32)
+    header = {**LEARNER, "config_digest": config.digest, "adapter": adapter.record(folder)}
+    file = written(folder / "learner.json", header)
+    return Format(file, lambda: read_header(folder, config=config, dtype="float32", adapter=adapter))
+
+
+def _adapter(folder: Path) -> Path:
+    import torch
+
+    from rl_distill.checkpoints.peft_folder import write_adapter
+    from rl_distill.options import LoraOptions
+
+    tensors = {f"{MODULE}.lora_A.weight": torch.zeros(2, 8), f"{MODULE}.lora_B.weight": torch.zeros(8, 2)}
+    write_adapter(folder, tensors, options=LoraOptions(rank=2), matrices=[f"{MODULE}.weight"], base=folder)
+    return folder
+
+
+def adapter_config(folder: Path) -> Format:
+    """adapter_config.json."""
+    from rl_distill.checkpoints.peft_folder import AdapterFolder
+
+    return Format(_adapter(folder) / "adapter_config.json", lambda: AdapterFolder(folder).read(MODULE))
+
+
+def adapter_tensors(folder: Path) -> Format:
+    """adapter_model.safetensors."""
+    from rl_distill.checkpoints.peft_folder import AdapterFolder
+
+    def read() -> None:
+        found = AdapterFolder(folder)
+        for module in found.modules:
+            found.read(module)
+
+    return Format(_adapter(folder) / "adapter_model.safetensors", read)
+
+
 def policy_config(folder: Path) -> Format:
     """config.json, as learners, engines and teachers read it."""
     from rl_distill.policy_config import parse_policy_config, read_policy_config

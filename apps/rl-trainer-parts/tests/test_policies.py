@@ -1,15 +1,38 @@
 """Which Hugging Face folder a path stands for, and exporting it."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from rl_core.errors import CheckpointError, SettingsError
+from rl_distill.checkpoints.adapter_checkpoint import TensorFingerprint, TrainedAdapter
+from rl_distill.checkpoints.hf_folder import write_policy_folder
+from rl_distill.checkpoints.peft_folder import write_adapter
 from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.store import CheckpointStore
+from rl_distill.options import LoraOptions
+from rl_distill.policy_config import parse_policy_config
+from rl_distill.tensor_shapes import tensor_shapes
 from rl_sync_trainer.main import main
-from rl_trainer_parts.run.policies import export_policy, find_policy
+from rl_trainer_parts.run.policies import export_adapter, export_policy, find_policy, opened_policy
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 10,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
 
 
 @pytest.fixture
@@ -43,6 +66,91 @@ def test_paths_that_stand_for_no_policy(run: Path, tmp_path: Path) -> None:
         find_policy(tmp_path / "nowhere")
     with pytest.raises(SettingsError, match="is neither a Hugging Face folder"):
         find_policy(tmp_path)
+
+
+@pytest.fixture
+def adapter_run(tmp_path: Path) -> Path:
+    """A run folder with a checkpoint of an adapter, whose base lies beside it."""
+    base, module = tmp_path / "base", "model.layers.0.self_attn.q_proj"
+    shapes = tensor_shapes(parse_policy_config(CONFIG))
+    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    write_policy_folder(base, CONFIG, weights, source_dir=None)
+    trained = TrainedAdapter(
+        options=LoraOptions(rank=2, alpha=4),
+        modules=(module,),
+        base_digest=TensorFingerprint(weights.items()).digest,
+    )
+
+    def write_learner(folder: Path) -> PendingSave:
+        tensors = {f"{module}.lora_A.weight": torch.ones(2, 8), f"{module}.lora_B.weight": torch.ones(8, 2)}
+        write_adapter(folder / "adapter", tensors, options=trained.options, matrices=shapes, base=base)
+        header = {"options": {"dtype": "float32"}, "adapter": trained.record(base)}
+        (folder / "learner.json").write_text(json.dumps(header))
+        return PendingSave()
+
+    store = CheckpointStore(tmp_path / "adapter-run" / "checkpoints", keep=5)
+    store.begin(7, {"step": 7}, write_learner)
+    store.close()
+    return tmp_path / "adapter-run"
+
+
+def is_merged(folder: Path) -> bool:
+    """Whether a folder has the base of zeros with the adapter of ones in the matrix that it adapts, and there alone."""
+    weights = load_file(folder / "model.safetensors")
+    sums = {name: float(tensor.sum()) for name, tensor in weights.items() if tensor.any()}
+    return sums == {"model.layers.0.self_attn.q_proj.weight": 2.0 * 2 * 64} and (folder / "config.json").is_file()
+
+
+def test_an_adapter_is_exported_merged_or_alone(
+    adapter_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = adapter_run / "checkpoints" / "step_7" / "adapter"
+    assert find_policy(adapter_run) == find_policy(adapter.parent) == find_policy(adapter) == adapter
+    for number, words in enumerate(([], ["--merge"], ["--merge", "--base", str(tmp_path / "base")])):
+        assert main(["export", str(adapter_run), str(tmp_path / f"merged-{number}"), *words]) == 0
+        assert is_merged(tmp_path / f"merged-{number}")
+    assert main(["export", "--adapter", str(adapter_run), str(tmp_path / "alone")]) == 0
+    assert f"exported {adapter} to " in capsys.readouterr().out
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "alone" / name).read_bytes() == (adapter / name).read_bytes()
+
+
+def test_a_base_that_was_moved_or_changed_is_told(
+    adapter_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "base").rename(tmp_path / "moved")
+    words = ["export", str(adapter_run), str(tmp_path / "merged")]
+    assert main(words) == 2
+    assert "Give the folder of that model as `base` (`export --base FOLDER`)" in capsys.readouterr().err
+    assert main([*words, "--base", str(tmp_path / "moved")]) == 0
+    shutil.rmtree(tmp_path / "merged")
+    weights = load_file(tmp_path / "moved" / "model.safetensors")
+    weights["model.norm.weight"][0] = 1e-30
+    save_file(weights, tmp_path / "moved" / "model.safetensors")
+    assert main([*words, "--base", str(tmp_path / "moved")]) == 2
+    assert "has other weights than the base model of" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*merged*"))
+
+
+def test_options_of_export_that_do_not_fit(
+    run: Path, adapter_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(tmp_path / "exported")
+    for option in (["--adapter"], ["--merge"], ["--base", str(tmp_path)]):
+        assert main(["export", str(run), target, *option]) == 2
+        assert f"has no adapter: all of its weights were trained. Leave out {option[0]}." in capsys.readouterr().err
+    assert main(["export", str(adapter_run), target, "--adapter", "--merge"]) == 2
+    assert "takes either --adapter, for the adapter alone, or --merge" in capsys.readouterr().err
+    with pytest.raises(SettingsError, match="exists and is not empty"):
+        export_adapter(adapter_run, tmp_path)
+
+
+def test_an_adapter_is_opened_merged_for_a_while(run: Path, adapter_run: Path) -> None:
+    with opened_policy(run) as folder:
+        assert folder == run / "checkpoints" / "step_12" / "policy"
+    with opened_policy(adapter_run) as folder:
+        assert is_merged(folder)
+    assert not folder.exists()
 
 
 def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None:

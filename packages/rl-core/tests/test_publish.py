@@ -87,7 +87,7 @@ def publish(*engines, tolerances=EXACT):
 
 def test_right_weights_pass_on_every_engine():
     report = publish(FakeEngine(), FakeEngine())
-    assert (report.version, report.num_tensors) == (5, 3)
+    assert (report.version, report.num_tensors, report.size_bytes) == (5, 3, 4 * (7 * 4 + 4))
     assert report.probe_max_diff == 0.0
     assert report.canary_max_diff < 1e-6
     assert report.update_s >= 0

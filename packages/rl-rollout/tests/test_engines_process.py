@@ -3,25 +3,30 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
-from rl_core.errors import EngineDiedError, EngineError, NotReadyError
+from rl_core.errors import EngineDiedError, EngineError, NotReadyError, WeightProofError
+from rl_core.weights import AdapterUpdate, ProofTolerances, digest_tensors
 from rl_core.weights.transports import SharedFileTransport
 from rl_core.weights.update import WeightUpdate
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.process import EngineCalls, EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
+from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.streaming import stream
 from rl_rollout.engines.transformers import TransformersEngine
-from rl_rollout.testing import EngineConformance, generate, refuses
+from rl_rollout.testing import AdapterChecks, EngineConformance, generate, refuses
+from rl_rollout.testing.adapter_checks import SEQUENCE
 from rl_rollout.testing.engine_calls import PROMPT
-from rl_rollout.testing.reference_model import TIED_HEAD
+from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, make_adapter, merged
 
 
 def hosted(name: str, model_dir: Path, options: Any) -> ProcessEngine:
@@ -34,15 +39,30 @@ def run(coroutine: Any) -> Any:
     return asyncio.run(coroutine)
 
 
+RANK = 4
+
+
 @pytest.fixture(scope="module")
 def transformers_process(tied_model_dir: Path) -> Iterator[ProcessEngine]:
-    engine = hosted("transformers", tied_model_dir, TransformersOptions(max_model_len=128))
+    engine = hosted("transformers", tied_model_dir, TransformersOptions(max_model_len=128, max_lora_rank=RANK))
     run(engine.start())
     yield engine
     run(engine.close())
 
 
 class TestTransformersProcess(EngineConformance):
+    transport = SharedFileTransport
+
+    @pytest.fixture
+    def model_dir(self, tied_model_dir: Path) -> Path:
+        return tied_model_dir
+
+    @pytest.fixture
+    def engine(self, transformers_process: ProcessEngine) -> ProcessEngine:
+        return transformers_process
+
+
+class TestTransformersProcessAdapters(AdapterChecks):
     transport = SharedFileTransport
 
     @pytest.fixture
@@ -75,6 +95,64 @@ def test_a_process_says_what_it_does(transformers_process: ProcessEngine, tied_m
     assert "its event loop turns" in text
     unstarted = hosted("transformers", tied_model_dir, None)
     assert run(unstarted.stacks(deadline_s=60.0)) == "transformers engine[0] has no process."
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def flip_bit(tensors: Tensors, random: np.random.Generator) -> None:
+    name = list(tensors)[int(random.integers(len(tensors)))]
+    flat = tensors[name].reshape(-1).view(torch.int32)
+    flat[int(random.integers(len(flat)))] ^= 1 << int(random.integers(31))
+
+
+def swap(tensors: Tensors, random: np.random.Generator) -> None:
+    kind = ("q_proj.lora_A", "q_proj.lora_B", "down_proj.lora_A")[int(random.integers(3))]
+    first, second = (name for name in tensors if f".{kind}." in name)
+    tensors[first], tensors[second] = tensors[second], tensors[first]
+
+
+def scale(tensors: Tensors, random: np.random.Generator) -> None:
+    for name in [name for name in tensors if "lora_B" in name]:
+        tensors[name] *= float(random.choice([0.5, 2.0]))
+
+
+def lose(tensors: Tensors, random: np.random.Generator) -> None:
+    tensors.pop(list(tensors)[int(random.integers(len(tensors)))])
+
+
+def stay(tensors: Tensors, random: np.random.Generator) -> None:
+    """The version before."""
+    tensors.update({name: tensor + float(random.uniform(1e-6, 1e-3)) for name, tensor in tensors.items()})
+
+
+CHANGED = "was changed on its way to the engine"
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [(flip_bit, CHANGED), (swap, CHANGED), (scale, CHANGED), (stay, CHANGED), (lose, "missing")],
+)
+def test_an_adapter_that_goes_wrong_between_processes_is_named(
+    fault: Callable[[Tensors, np.random.Generator], None],
+    words: str,
+    transformers_process: ProcessEngine,
+    tied_model_dir: Path,
+) -> None:
+    """The file that the engine reads is not what was packed."""
+    base = load_file(tied_model_dir / "model.safetensors")
+    told, transport = AdapterUpdate(rank=RANK, base=digest_tensors(base)), SharedFileTransport()
+    sent = make_adapter(base, rank=RANK, seed=1)
+    canary = canary_of(tied_model_dir, merged(base, sent), SEQUENCE)
+    for seed in range(8):
+        update = transport.pack(sent, version=1 + seed, tied=TIED_HEAD, adapter=told)
+        assert update.file is not None
+        fault(wrong := {name: tensor.clone() for name, tensor in sent.items()}, np.random.default_rng(seed))
+        save_file(wrong, update.file)
+        with pytest.raises((WeightProofError, EngineError), match=words):
+            run(publish_to(transformers_process, update, canary=canary, tolerances=ProofTolerances()))
+    transport.close()
+    TestTransformersProcessAdapters().restore(transformers_process, tied_model_dir)
 
 
 def test_a_process_that_dies_fails_who_waits(tied_model_dir: Path) -> None:

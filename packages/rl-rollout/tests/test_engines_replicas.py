@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from rl_core.cluster import ClusterOptions
 from rl_core.cluster.processes.guard import is_running
 from rl_core.errors import EngineDiedError, EngineError, WeightProofError
+from rl_core.weights import AdapterUpdate, digest_tensors
 from rl_core.weights.publish import ProofTolerances
 from rl_core.weights.transports import SharedFileTransport, TensorTransport
 from rl_core.weights.update import Canary, WeightReceipt, WeightUpdate
@@ -27,7 +28,7 @@ from rl_rollout.engines.replicas.engine import ReplicatedEngine, publish_to
 from rl_rollout.engines.scripted import ScriptedEngine, honest_receipt
 from rl_rollout.testing import EngineConformance, generate
 from rl_rollout.testing.engine_calls import PROMPT
-from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, perturbed
+from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, make_adapter, merged, perturbed
 
 SEQUENCE = np.arange(2, 12, dtype=np.int32)
 EXACT = ProofTolerances()
@@ -169,11 +170,14 @@ def test_a_replica_that_dies_in_an_update_does_not_hold_up_the_others() -> None:
 # -- real engines in processes of their own
 
 
-def hosted(model_dir: Path, *, index: int, kind: Any = "process", max_restarts: int = 3) -> ProcessEngine:
+def hosted(
+    model_dir: Path, *, index: int, kind: Any = "process", max_restarts: int = 3, max_lora_rank: int = 0
+) -> ProcessEngine:
     host = EnginePlacement(
         cluster=ClusterOptions(kind=kind), environment={"OMP_NUM_THREADS": "1"}, max_restarts=max_restarts
     )
-    return ProcessEngine("transformers", model_dir, TransformersOptions(max_model_len=128), host=host, index=index)
+    options = TransformersOptions(max_model_len=128, max_lora_rank=max_lora_rank)
+    return ProcessEngine("transformers", model_dir, options, host=host, index=index)
 
 
 @pytest.fixture(scope="module")
@@ -196,21 +200,24 @@ class TestReplicatedEngine(EngineConformance):
         return two_processes
 
 
-def test_an_engine_killed_under_load_loses_no_request_and_comes_back_with_the_present_weights(
+def test_an_engine_killed_under_load_loses_no_request_and_comes_back_with_the_present_adapter(
     tied_model_dir: Path,
 ) -> None:
     """kill -9 of one of two replicas while 32 requests run; the restarted one serves version 9 only."""
-    tensors = perturbed(load_file(tied_model_dir / "model.safetensors"), scale=0.05)
+    base = load_file(tied_model_dir / "model.safetensors")
+    adapter, told = make_adapter(base, rank=4, seed=1), AdapterUpdate(rank=4, base=digest_tensors(base))
+    canary = canary_of(tied_model_dir, merged(base, adapter), SEQUENCE)
     long = [request(num_samples=2, seed=seed, max_tokens=100) for seed in range(32)]
 
     async def go() -> tuple[list[list[Generation]], list[list[Generation]], int, int]:
-        replicas = [hosted(tied_model_dir, index=index) for index in range(2)]
+        replicas = [hosted(tied_model_dir, index=index, max_lora_rank=4) for index in range(2)]
         engine = ReplicatedEngine(replicas)
         transport = SharedFileTransport()
         try:
             await engine.start()
-            update = transport.pack(tensors, version=9, tied=TIED_HEAD)
-            await engine.publish(update, canary=canary_of(tied_model_dir, tensors, SEQUENCE), tolerances=EXACT)
+            assert engine.traits.max_lora_rank == 4
+            update = transport.pack(adapter, version=9, tied=TIED_HEAD, adapter=told)
+            await engine.publish(update, canary=canary, tolerances=EXACT)
             alone = [await engine.generate(one) for one in long[:2]]
             running = [asyncio.ensure_future(engine.generate(one)) for one in long]
             await asyncio.sleep(0)

@@ -263,13 +263,24 @@ def test_choices_and_a_request_made_outside_of_the_task_do_not_train():
     run(talk)
 
 
-def test_a_context_that_is_full_has_the_code_that_agents_look_for():
+def test_a_context_that_is_full_has_the_code_that_agents_look_for_and_is_no_turn():
     async def talk():
-        async with gateway_site(lambda _: "3") as gateway:
-            client = openai_client(gateway, gateway.open("p"))
-            with pytest.raises(openai.BadRequestError) as caught:
-                await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "x" * 100_000}])
-            assert caught.value.code == "context_length_exceeded"
+        async with gateway_site(lambda _: "3", max_model_len=256) as gateway:
+            session, said = gateway.open("p"), [USER]
+            client = openai_client(gateway, session)
+            for size in (300, 10_000):  # refused as tokens, and before it is encoded
+                for before in ([], said):
+                    messages = [*before, {"role": "user", "content": "x" * size}]
+                    with pytest.raises(openai.BadRequestError) as caught:
+                        await client.chat.completions.create(model="any", messages=messages)
+                    assert caught.value.code == "context_length_exceeded"
+                answer = await client.chat.completions.create(model="any", messages=said)
+                said += [answer.choices[0].message, USER]
+            counts = [session.counts[name] for name in ("turns", "roots_first", "roots_user", "forks")]
+            assert counts == [2, 1, 0, 0]
+            assert gateway.service.counts["turns"] == 2
+            _, texts = await finished(gateway, session)
+            assert texts == ["3<|im_end|>3<|im_end|>"]
 
     run(talk)
 

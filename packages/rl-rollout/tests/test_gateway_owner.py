@@ -2,7 +2,7 @@
 
 import pytest
 from gateway_site import gateway_site, run
-from gateway_talk import owner, said
+from gateway_talk import owner, plain_client, said
 
 from rl_rollout.gateway import ServiceOptions
 
@@ -44,7 +44,7 @@ def test_a_misspelt_field_is_named_and_ends_nothing():
             assert "Did you mean 'max_turns'?" in wrong.json()["error"]["message"]
             session = (await owner(gateway, "/sessions", group="g")).json()
             await said(gateway, session["key"], [USER])
-            for body in ({"Reward": 1}, {}):
+            for body in ({"Reward": 1}, {}, {"reward": 1, "components": [1]}):
                 assert (await owner(gateway, f"/sessions/{session['id']}/finish", **body)).status_code == 400
             done = (await owner(gateway, f"/sessions/{session['id']}/finish", reward=1)).json()
             assert (done["failure"], done["reward"], len(done["trajectories"])) == (None, 1.0, 1)
@@ -84,3 +84,24 @@ def test_what_a_client_had_drawn_otherwise_does_not_train():
             assert "--decided-by run" in (await gateway.finish(other)).failure
 
     run(talk)
+
+
+def test_a_fault_is_logged_in_a_line_and_its_traceback_once_without_values(capsys):
+    async def talk():
+        async with gateway_site(lambda _: "3") as gateway, plain_client() as client:
+            session = gateway.open("p")
+            gateway.service.answer = None
+            for _ in range(3):
+                body = {"model": "any", "messages": [USER]}
+                headers = {"x-api-key": session.key}
+                given = await client.post(f"{gateway.url}/v1/chat/completions", json=body, headers=headers)
+                assert (given.status_code, "NoneType" in given.text) == (503, False)
+            return session.key
+
+    key = run(talk)
+    logged = capsys.readouterr().out
+    assert logged.count("gateway_request_failed") == logged.count("/v1/chat/completions") == 3
+    assert logged.count("'NoneType' object is not callable") == 4
+    assert logged.count("Traceback (most recent call last):\n  File") == 1
+    assert "locals" not in logged
+    assert key not in logged

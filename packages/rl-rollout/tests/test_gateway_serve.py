@@ -59,31 +59,51 @@ def test_the_owners_key_is_made_for_its_user_alone_and_kept(folder, tmp_path, ca
     assert file.read_text() == first
 
 
-def test_it_serves_until_a_signal_and_then_ends_cleanly(folder, tmp_path, capfd, monkeypatch):
-    monkeypatch.syspath_prepend(SPEAKER)
-    answers, told = [], []
+def words_of(text):
+    """What the greeting has for an SDK."""
+    return dict(word.split("=", 1) for word in text.split() if "_BASE_URL=" in word or "_KEY=" in word)
 
-    def talk():
-        while "ANTHROPIC_BASE_URL" not in "".join(told):
-            told.append(capfd.readouterr().out)
-        words = dict(word.split("=", 1) for word in "".join(told).split() if "_BASE_URL=" in word or "_KEY=" in word)
+
+class Client:
+    """Talks to a gateway that the test's own thread serves, twice, once it greets; then has it ended."""
+
+    def __init__(self, capfd):
+        self.answers, self.told, self._capfd = [], "", capfd
+        self.thread = threading.Thread(target=self._talk, daemon=True)
+        self.thread.start()
+
+    def _talk(self):
+        while "ANTHROPIC_BASE_URL" not in self.told:
+            self.told += self._capfd.readouterr().out
+        words = words_of(self.told)
         body = {"model": "any", "max_tokens": 50, "messages": [{"role": "user", "content": "go on"}]}
         headers = {"x-api-key": words["ANTHROPIC_API_KEY"]}
-        with httpx.Client(base_url=words["ANTHROPIC_BASE_URL"], headers=headers, timeout=50) as client:
+        with httpx.Client(base_url=words["ANTHROPIC_BASE_URL"], headers=headers, timeout=50, verify=False) as client:
             for _ in range(2):
-                answers.append(client.post("/v1/messages", json=body).json())
-                answers.append(client.get("/v1/models").json()["data"][0]["id"])
+                self.answers.append(client.post("/v1/messages", json=body).json())
+                self.answers.append(client.get("/v1/models").json()["data"][0]["id"])
         os.kill(os.getpid(), signal.SIGTERM)
 
-    client = threading.Thread(target=talk, daemon=True)
-    client.start()
+
+def test_it_serves_until_a_signal_and_goes_on_with_the_open_session_at_the_next_start(
+    folder, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.syspath_prepend(SPEAKER)
     words = ["--engine", "speaker", "--port", "0", "--open-session", "--sessions", str(tmp_path / "sessions")]
-    assert main(["serve", str(folder), *words, "--model", "small"]) == 0
-    client.join(60)
-    assert answers[0]["content"][0]["text"].startswith("1 ")
-    assert answers[1::2] == ["small", "small"]
-    assert main(["sessions", "list", str(tmp_path / "sessions")]) == 0
-    assert " 2 " in capfd.readouterr().out
+    keys = []
+    for start in range(2):
+        client = Client(capfd)
+        assert main(["serve", str(folder), *words, "--model", "small"]) == 0
+        client.thread.join(60)
+        assert client.answers[0]["content"][0]["text"].startswith("1 ")
+        assert client.answers[1::2] == ["small", "small"]
+        keys.append(words_of(client.told)["OPENAI_API_KEY"])
+        assert main(["sessions", "list", str(tmp_path / "sessions")]) == 0
+        _, *listed = capfd.readouterr().out.splitlines()
+        assert len(listed) == 1
+        assert f" {2 * (start + 1)} " in listed[0]
+    assert keys[0] == keys[1]
+    assert (tmp_path / "sessions" / "standing.key").stat().st_mode & 0o777 == 0o600
     export = ["sessions", "export", str(tmp_path / "sessions"), "--to", str(tmp_path / "out.jsonl")]
     assert main(export) == 0
     assert "0 trajectories of 0 sessions" in capfd.readouterr().out

@@ -458,3 +458,19 @@ def test_the_record_is_a_copy():
     assert engine.traits.name == "scripted"
     assert engine.spans[0].logprobs.tolist() == [-1, -1]
     assert engine.spans[0].input_ids.tolist() == [1]
+
+
+def test_requests_that_continue_one_another_share_one_copy_of_their_context():
+    asked = [[1], [1, 2], [1, 2, 3, 4], [1, 9], [1, 2], [1, 9, 5], [1, 2, 3, 4, 6]]
+    engine = RecordingEngine(ScriptedEngine(lambda *_: [7]))
+
+    async def ask():
+        await engine.start()
+        for input_ids in asked:
+            await engine.generate(GenerateRequest(input_ids=ids(*input_ids), sampling=SamplingParams(max_tokens=4)))
+
+    asyncio.run(ask())
+    kept = [span.input_ids for span in engine.spans]
+    assert [input_ids.tolist() for input_ids in kept] == asked
+    whole = {id(input_ids.base): input_ids.base.tolist() for input_ids in kept}
+    assert list(whole.values()) == [[1, 2, 3, 4, 6], [1, 9, 5]]

@@ -38,8 +38,9 @@ USAGE = """usage: rl-async-trainer COMMAND ...
       Add engines to a live run, or take some away.
   simulate [WORKLOAD.toml] [--gpus N,...] [--search] ...
       Step times on a virtual clock: how many GPUs for rollouts, how many for training, which staleness.
-  export CHECKPOINT FOLDER
-      Write the policy of a checkpoint (or of a run folder: its newest) as a Hugging Face folder."""
+  export CHECKPOINT FOLDER [--merge | --adapter] [--base FOLDER]
+      Write the policy of a checkpoint (or of a run folder: its newest) as a Hugging Face folder. A LoRA adapter is
+      merged into its base, or written alone, in peft's format; --base says where the base is, if it was moved."""
 
 
 STATUS_DEADLINE_S = 60.0

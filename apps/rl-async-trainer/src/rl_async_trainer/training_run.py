@@ -26,6 +26,7 @@ from rl_metrics.hang import HANG_FILE, HangReport
 from rl_metrics.trackers import ConsoleTracker
 from rl_rollout.prompts import PromptSource, PromptSupply
 from rl_trainer_parts.learning.parts import canary_sequences
+from rl_trainer_parts.learning.start_learners import describe_parameters
 from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
 from rl_trainer_parts.reporting.token_probes import TokenProbes
@@ -104,9 +105,8 @@ class TrainingRun:
             deadline_s=settings.roles.start_deadline_s,
         )
         self._controller = controller
-        ranks = f" on {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
         console.say(f"engine: {engine}")
-        console.say(f"learner: {num_parameters:,} parameters{ranks}")
+        console.say(f"learner: {describe_parameters(settings, num_parameters)}")
         self._lifecycle.begins(self._state)
         await stack.enter_async_context(self._watchdog)
         try:

@@ -27,8 +27,9 @@ USAGE = """usage: rl-sync-trainer COMMAND ...
       Explain every setting, or those of one section.
   validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]
       Evaluate a Hugging Face folder or a checkpoint on the validation and test problems.
-  export CHECKPOINT FOLDER
-      Write the policy of a checkpoint (or of a run folder: its newest) as a Hugging Face folder."""
+  export CHECKPOINT FOLDER [--merge | --adapter] [--base FOLDER]
+      Write the policy of a checkpoint (or of a run folder: its newest) as a Hugging Face folder. A LoRA adapter is
+      merged into its base, or written alone, in peft's format; --base says where the base is, if it was moved."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

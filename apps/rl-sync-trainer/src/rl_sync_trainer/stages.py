@@ -240,6 +240,7 @@ async def publish(parts: Parts, version: int, recorder: Recorder | None = None) 
     parts.replay.served(report, engine=parts.engine.traits.name)
     if recorder is not None:
         recorder.record("weights/num_tensors", report.num_tensors)
+        recorder.record("weights/size_gb", report.size_bytes / 2**30)
         recorder.record("weights/probe_max_diff", report.probe_max_diff)
         recorder.record("weights/canary_max_diff", report.canary_max_diff)
     return report

@@ -14,7 +14,7 @@ from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
 from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
-from rl_trainer_parts.learning.start_learners import start_learners
+from rl_trainer_parts.learning.start_learners import describe_parameters, start_learners
 from rl_trainer_parts.learning.teachers import make_teachers
 from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
@@ -93,8 +93,7 @@ class TrainingRun:
             stack.callback(self._store.close)
             if checkpoint is not None:
                 learners.load(checkpoint)
-        ranks = f" on {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
-        console.say(f"learner: {learners.policy.num_parameters:,} parameters{ranks}")
+        console.say(f"learner: {describe_parameters(settings, learners.policy.num_parameters)}")
         return learners
 
     async def _start_teachers(

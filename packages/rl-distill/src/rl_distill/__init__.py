@@ -5,6 +5,7 @@
 """
 
 from rl_distill.flops import forward_flops
+from rl_distill.lora_targets import adapted_modules, adapter_size
 from rl_distill.model_memory import rank_memory
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.parallel_layout import check_layout, check_ranks, teacher_layout
@@ -16,6 +17,8 @@ __all__ = [
     "LoraOptions",
     "ParallelOptions",
     "PolicyConfig",
+    "adapted_modules",
+    "adapter_size",
     "check_layout",
     "check_ranks",
     "count_parameters",

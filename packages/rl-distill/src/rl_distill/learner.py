@@ -12,7 +12,16 @@ from rl_core.record_fields import record
 from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.options import LearnerOptions
 
-__all__ = ["Learner", "LearnerOptions", "MetricSums", "MicroBatch", "Objective", "PendingSave", "StepResult"]
+__all__ = [
+    "AdapterLearner",
+    "Learner",
+    "LearnerOptions",
+    "MetricSums",
+    "MicroBatch",
+    "Objective",
+    "PendingSave",
+    "StepResult",
+]
 
 MetricSums = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """For each metric the pair (weighted sum, weight), both scalar tensors, so that micro-batches and ranks add up. Of a
@@ -132,18 +141,6 @@ class Learner(Scorer, Protocol):
         """All weights by Hugging Face name, an adapter merged into them; may be views, valid until the next step."""
         ...
 
-    def export_adapter(self) -> Mapping[str, torch.Tensor]:
-        """A and B of each adapted matrix by peft's name, B multiplied by the scaling: W + B @ A is the policy.
-
-        Raises:
-            NotReadyError: It trains all weights.
-        """
-        ...
-
-    def export_base(self) -> Mapping[str, torch.Tensor]:
-        """The weights under the adapter by Hugging Face name, which never change; without one, `export_weights`."""
-        ...
-
     @property
     def tied(self) -> Mapping[str, str]:
         """Names served from another tensor, such as {"lm_head.weight": "model.embed_tokens.weight"}."""
@@ -170,6 +167,18 @@ class Learner(Scorer, Protocol):
         Raises:
             CheckpointError: Missing, torn, or of another model.
         """
+        ...
+
+
+class AdapterLearner(Learner, Protocol):
+    """A policy of which an adapter is trained."""
+
+    def export_adapter(self) -> Mapping[str, torch.Tensor]:
+        """A and B of each adapted matrix by peft's name, B multiplied by the scaling: W + B @ A is the policy."""
+        ...
+
+    def export_base(self) -> Mapping[str, torch.Tensor]:
+        """The weights under the adapter by Hugging Face name, which never change."""
         ...
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from rl_core.weights import (
     prove_canary,
 )
 from rl_distill.checkpoints.pending_save import saved_together
-from rl_distill.learner import Critic, Learner, PendingSave, Scorer
+from rl_distill.learner import AdapterLearner, Critic, Learner, PendingSave, Scorer
 from rl_distill.options import LoraOptions
 from rl_distill.products import chosen_products
 
@@ -121,15 +122,17 @@ class Learners:
             version: What they are called.
             steps_on: The learner trains while engines take them: what is handed over within the process is copied.
         """
-        policy, adapter = self.policy, None
+        adapter: AdapterUpdate | None = None
         if self.lora.rank and self.lora.serving == "adapter":
+            policy = cast("AdapterLearner", self.policy)
             if not self._base:
                 self._base.update(digest_tensors(policy.export_base()))
-            adapter = AdapterUpdate(rank=self.lora.rank, base=dict(self._base))
-        tensors = policy.export_weights() if adapter is None else policy.export_adapter()
+            tensors, adapter = policy.export_adapter(), AdapterUpdate(rank=self.lora.rank, base=dict(self._base))
+        else:
+            tensors = self.policy.export_weights()
         if steps_on and isinstance(transport, TensorTransport):
             tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        return transport.pack(tensors, version=version, tied=policy.tied, adapter=adapter)
+        return transport.pack(tensors, version=version, tied=self.policy.tied, adapter=adapter)
 
     def offload(self) -> None:
         """Free their memory until they are used again."""

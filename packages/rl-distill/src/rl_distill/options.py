@@ -111,10 +111,14 @@ class LoraOptions:
     path: Path | None = None
 
     @property
+    def alpha_in_use(self) -> float:
+        """Alpha, twice the rank where none was given."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+    @property
     def scaling(self) -> float:
         """What B @ A is multiplied by."""
-        alpha = 2.0 * self.rank if self.alpha is None else self.alpha
-        return alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return self.alpha_in_use / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def problems(self) -> Iterator[str]:
         """What cannot be, as `LearnerOptions.problems`."""

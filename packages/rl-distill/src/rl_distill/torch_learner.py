@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_core.data import Batch, Ragged
-from rl_core.errors import NotReadyError, SettingsError
+from rl_core.errors import SettingsError
 from rl_core.record_fields import converts_arguments
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
@@ -161,14 +161,6 @@ class TorchLearner:
         """All weights by Hugging Face name; views, valid until the next step."""
         check_open(self._is_open)
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
-
-    def export_adapter(self) -> Mapping[str, Tensor]:
-        """See `rl_distill.learner.Learner`."""
-        raise NotReadyError("this learner trains all weights, and has no adapter.")
-
-    def export_base(self) -> Mapping[str, Tensor]:
-        """See `rl_distill.learner.Learner`."""
-        return self.export_weights()
 
     @converts_arguments
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:  # noqa: ARG002 - written at once

@@ -1,7 +1,7 @@
 """Proof that what trains is what was sampled."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +11,8 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_core.weights import BFLOAT16_TOLERANCES
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
+
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 @settings_record
@@ -74,26 +76,42 @@ class SampledSpan:
 class RecordingEngine:
     """An engine that remembers what it sampled; everything but `generate` is the engine's own.
 
-    Attributes:
-        spans: What was sampled, request by request.
+    Requests that continue one another share one copy of their tokens, so a session's context is kept once.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
         """Wrap an engine."""
-        self.spans: list[SampledSpan] = []
         self._engine = engine
+        self._contexts: list[IntArray] = []
+        self._sampled: list[tuple[int, int, SampledSpan]] = []  # context, tokens of it, and the span without them
 
     @property
     def as_engine(self) -> RolloutEngine:
         """This object, as the engine that it stands for."""
         return cast(RolloutEngine, self)
 
+    @property
+    def spans(self) -> list[SampledSpan]:
+        """What was sampled, request by request."""
+        return [replace(span, input_ids=self._contexts[index][:size]) for index, size, span in self._sampled]
+
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """See `RolloutEngine.generate`."""
-        input_ids = np.array(request.input_ids)
+        index, size = self._context_of(request.input_ids), len(request.input_ids)
         generations = await self._engine.generate(request)
-        self.spans += [SampledSpan.of(input_ids, generation) for generation in generations]
+        self._sampled += [(index, size, SampledSpan.of(NO_TOKENS, generation)) for generation in generations]
         return generations
+
+    def _context_of(self, input_ids: IntArray) -> int:
+        """Which context begins with these tokens; they replace one that they continue."""
+        for index, context in enumerate(self._contexts):
+            size = min(len(context), len(input_ids))
+            if size and context[size - 1] == input_ids[size - 1] and np.array_equal(context[:size], input_ids[:size]):
+                if len(input_ids) > size:
+                    self._contexts[index] = np.array(input_ids)
+                return index
+        self._contexts.append(np.array(input_ids))
+        return len(self._contexts) - 1
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else the engine has."""

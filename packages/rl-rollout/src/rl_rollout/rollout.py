@@ -251,13 +251,13 @@ class Rollout:
 
     def _audited(self, result: GroupResult, recording: RecordingEngine) -> GroupResult:
         """The result, with the sessions failed whose tokens are not those that were sampled."""
-        trajectories = result.trajectories
+        trajectories, spans = result.trajectories, recording.spans
         num_audited = 0
         refused: dict[int, DataError] = {}
         for index in self._chosen(result, "audit", self._options.audit.share):
             num_audited += 1
             try:
-                audit_session(result.sessions[index].trajectories, recording.spans, group=trajectories)
+                audit_session(result.sessions[index].trajectories, spans, group=trajectories)
             except DataError as error:
                 refused[index] = error
         return replace(_without(result, refused), num_audited=num_audited)

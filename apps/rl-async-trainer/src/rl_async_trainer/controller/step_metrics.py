@@ -61,6 +61,7 @@ class StepMetrics:
         """The engines have new weights."""
         self._updates = {
             "weights/num_tensors": float(report.num_tensors),
+            "weights/size_gb": report.size_bytes / 2**30,
             "weights/probe_max_diff": report.probe_max_diff,
             "weights/canary_max_diff": report.canary_max_diff,
             "timing_s/update_weights": packed.pack_s + report.update_s + report.proof_s,

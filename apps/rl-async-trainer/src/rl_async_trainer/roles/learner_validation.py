@@ -98,7 +98,8 @@ class LearnerValidation:
     async def _started(self) -> tuple[RolloutEngine, Rollout]:
         if self._engine is None or self._rollout is None:
             settings = self._settings
-            self._engine = engine_class(settings.rollout.engine)(settings.policy.path, engine_options(settings))
+            options = engine_options(settings, serves_adapter=False)  # `hold` keeps merged weights
+            self._engine = engine_class(settings.rollout.engine)(settings.policy.path, options)
             await self._engine.start()
             self._rollout = self._stack.enter_context(open_rollout(settings, read_tokenizer(settings), self._engine))
         return self._engine, self._rollout

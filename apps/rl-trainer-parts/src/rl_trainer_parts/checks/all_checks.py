@@ -15,6 +15,7 @@ from rl_rollout.loops import LOOPS
 from rl_rollout.skip import StepSelection, open_folder
 from rl_trainer_parts.checks.algorithm import algorithm_names, algorithm_problems, unknown_names
 from rl_trainer_parts.checks.distillation import distillation_problems, teacher_files
+from rl_trainer_parts.checks.lora import lora_problems
 from rl_trainer_parts.checks.model_folder import check_policy_folder, missing_path
 from rl_trainer_parts.settings.fields import with_value
 from rl_trainer_parts.settings.metrics import LEVELS
@@ -54,6 +55,7 @@ def _value_problems(settings: Settings) -> Iterator[str]:
         _arithmetic,
         _names,
         algorithm_problems,
+        lora_problems,
         _parallel,
         distillation_problems,
         _health,

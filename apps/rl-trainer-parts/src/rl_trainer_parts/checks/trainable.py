@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError
 from rl_distill import check_layout, check_ranks, parse_policy_config, read_policy_config
+from rl_trainer_parts.checks.lora import lora_files
 from rl_trainer_parts.checks.model_folder import check_policy_folder
 from rl_trainer_parts.learning.start_learners import needs_critic
 from rl_trainer_parts.settings.schema import Settings
@@ -12,12 +13,12 @@ from rl_trainer_parts.settings.schema import Settings
 
 def trainable_problems(settings: Settings) -> Iterator[str]:
     """What is wrong with the policy, and with a critic of its own, beyond what other checks say of their folders."""
-    yield from _problems(settings, settings.policy.path, "policy.path")
+    yield from _problems(settings, settings.policy.path, "policy.path", has_adapter=True)
     if needs_critic(settings) and settings.critic.path not in (None, settings.policy.path):
         yield from _problems(settings, settings.critic.path, "critic.path")
 
 
-def _problems(settings: Settings, folder: Path, setting: str) -> Iterator[str]:
+def _problems(settings: Settings, folder: Path, setting: str, *, has_adapter: bool = False) -> Iterator[str]:
     if any(check_policy_folder(folder, setting=setting, needs_tokenizer=False)):
         return
     try:
@@ -25,6 +26,8 @@ def _problems(settings: Settings, folder: Path, setting: str) -> Iterator[str]:
     except (SettingsError, DataError) as error:
         yield f"{setting}: {error}"
         return
+    if has_adapter:
+        yield from lora_files(settings, config)
     try:
         check_ranks(settings.parallel)
     except SettingsError:  # said with the other values

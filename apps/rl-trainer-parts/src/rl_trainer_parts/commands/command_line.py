@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
@@ -26,6 +26,11 @@ FAILED = 1
 Command = Callable[[list[str]], int]
 
 HELP = ("--help", "-h")
+EXPORT_HELP = """\
+export CHECKPOINT FOLDER: write the policy of a checkpoint, or of a run's newest, as a Hugging Face one.
+  --merge        Of a LoRA adapter: merge it into its base model. The default.
+  --adapter      Write the adapter alone, in peft's format.
+  --base FOLDER  Where the adapter's base model is now, if it was moved."""
 WITH_SETTINGS = ("train", "validate")
 """Commands whose help explains settings."""
 
@@ -64,13 +69,19 @@ class Program:
         """`validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]`."""
         policy = take_option(words, "--policy")
         file = take_file(words, f"{self.name} validate")
-        from rl_trainer_parts.run.policies import find_policy
+        from rl_trainer_parts.run.policies import opened_policy
+
+        with ExitStack() as opened:
+            if policy is not None:
+                words.append(f"--policy.path={opened.enter_context(opened_policy(Path(policy)))}")
+            return self._evaluate(file, words, named=policy)
+
+    def _evaluate(self, file: Path | None, words: list[str], *, named: str | None) -> int:
+        """Say the metrics of the policy in the settings; one that was named is called by that name."""
         from rl_trainer_parts.settings.sources import load_settings
 
-        if policy is not None:
-            words.append(f"--policy.path={find_policy(Path(policy))}")
         settings = load_settings(file, words, os.environ, kind=self.settings())
-        say(f"{self.name}: evaluating {settings.policy.path}")
+        say(f"{self.name}: evaluating {named or settings.policy.path}")
         from rl_trainer_parts.commands.validate import validate
 
         for name, value in validate(settings, say).items():
@@ -119,16 +130,28 @@ def run_command(words: Sequence[str], commands: Mapping[str, Command]) -> int:
 
 
 def export(words: list[str]) -> int:
-    """`export CHECKPOINT FOLDER`."""
+    """`export CHECKPOINT FOLDER [--merge | --adapter] [--base FOLDER]`."""
     if set(HELP) & set(words):
-        say("export CHECKPOINT FOLDER: write the policy of a checkpoint, or of a run's newest, as a Hugging Face one.")
+        say(EXPORT_HELP)
         return 0
+    merge, adapter_alone, base = (
+        take_flag(words, "--merge"),
+        take_flag(words, "--adapter"),
+        take_option(words, "--base"),
+    )
     if len(words) != 2:
         raise SettingsError("export takes a checkpoint (or a run folder) and the folder to write.")
-    from rl_trainer_parts.run.policies import export_policy
+    if adapter_alone and (merge or base is not None):
+        other = "--merge" if merge else "--base"
+        raise SettingsError(f"export takes either --adapter, for the adapter alone, or {other}, to merge it.")
+    from rl_trainer_parts.run.policies import export_adapter, export_policy
 
-    target = Path(words[1])
-    say(f"exported {export_policy(Path(words[0]), target)} to {target}")
+    path, target = map(Path, words)
+    if adapter_alone:
+        source = export_adapter(path, target)
+    else:
+        source = export_policy(path, target, merges=merge, base=None if base is None else Path(base))
+    say(f"exported {source} to {target}")
     return 0
 
 

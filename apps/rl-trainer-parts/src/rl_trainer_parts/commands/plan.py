@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from rl_core.cluster import count_room, describe_shares, machine_shares
-from rl_distill import PolicyConfig, count_parameters, parse_policy_config, rank_memory, read_policy_config
+from rl_distill import LoraOptions, PolicyConfig, count_parameters, parse_policy_config, rank_memory, read_policy_config
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
+from rl_trainer_parts.commands.adapter_plan import describe_adapter
 from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
@@ -68,7 +69,8 @@ def describe_plan(
         inline_rank: Where a single rank without one lives.
     """
     roles = _roles(settings, loop_lines, inline_engine, inline_rank)
-    return "\n".join([*roles, *_arithmetic(settings, counts), *_memory(settings), *_files(settings)])
+    adapter = describe_adapter(settings, _config(settings.policy.path))
+    return "\n".join([*roles, *adapter, *_arithmetic(settings, counts), *_memory(settings), *_files(settings)])
 
 
 def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, inline_rank: str) -> Iterator[str]:
@@ -83,7 +85,8 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
     yield f"{INDENT}a response ends at token {' or '.join(map(str, end_token_ids(settings.policy.path))) or 'none'}"
     yield f"  reward     {settings.reward.label}"
     if settings.algorithm.kl_coefficient:
-        yield f"  reference  frozen copy of the policy (KL coefficient {settings.algorithm.kl_coefficient:g})"
+        frozen = "the policy without its adapter" if settings.lora.rank else "frozen copy of the policy"
+        yield f"  reference  {frozen} (KL coefficient {settings.algorithm.kl_coefficient:g})"
     if needs_critic(settings):
         start = settings.critic.path or "the policy's layers under a value head of zeros"
         yield f"  critic     {start}; learning rate {settings.critic.learning_rate:g}"
@@ -230,7 +233,8 @@ def _memory(settings: Settings) -> Iterator[str]:
         critic = _config(settings.critic.path or settings.policy.path)
         yield f"  critic     {_on_ranks(settings, critic, 'critic')}, like the learner, for {_parameters(critic)}"
     if algorithm.kl_coefficient:
-        yield f"  reference  {_on_ranks(settings, policy, 'frozen')} (weights)"
+        shared = "none: it has the learner's" if settings.lora.rank else _on_ranks(settings, policy, "frozen")
+        yield f"  reference  {shared} (weights)"
     yield from _teacher_memory(settings)
     cache = f" + {settings.engine.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
     yield f"  engine     {engine / GIB:.2f} GiB weights{cache if settings.rollout.engine == 'vllm' else ''}"
@@ -250,7 +254,8 @@ def _parameters(config: PolicyConfig) -> str:
 def _on_ranks(settings: Settings, config: PolicyConfig, kind: Literal["policy", "critic", "frozen"]) -> str:
     """What a model takes on the rank that keeps most of it."""
     parallel = settings.parallel
-    stages = rank_memory(config, parallel, dtype=settings.learner.dtype, kind=kind)
+    lora = settings.lora if kind == "policy" else LoraOptions()
+    stages = rank_memory(config, parallel, dtype=settings.learner.dtype, kind=kind, lora=lora)
     which = "each" if len(set(stages)) == 1 else "the fullest"
     where = f" on {which} of {parallel.ranks} ranks" if parallel.ranks > 1 else ""
     return f"{max(map(sum, stages)) / GIB:.2f} GiB{where}"

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
-from rl_distill import LearnerOptions
+from rl_distill import LearnerOptions, adapter_size, parse_policy_config, read_policy_config
 from rl_distill.learner import Learner
 from rl_distill.learners import Learners
 from rl_trainer_parts.settings.schema import Settings
@@ -39,10 +39,14 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
         call_deadline_s=where.call_deadline_s,
     )
     try:
-        policy = MegatronLearner(settings.policy.path, settings.learner, ranks=ranks)
+        policy = MegatronLearner(settings.policy.path, settings.learner, ranks=ranks, lora=settings.lora)
         reference = critic = None
         if settings.algorithm.kl_coefficient:
-            reference = MegatronReference(settings.policy.path, settings.learner, ranks=ranks)
+            reference = (
+                policy.reference()  # the policy's own base, without its adapter
+                if settings.lora.rank
+                else MegatronReference(settings.policy.path, settings.learner, ranks=ranks)
+            )
         if needs_critic(settings):
             folder = settings.critic.path or settings.policy.path
             critic = MegatronCritic(folder, critic_options(settings), ranks=ranks)
@@ -56,6 +60,16 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
     return Learners(
         policy=policy, reference=reference, critic=critic, close=ranks.close, stacks=stacks, lora=settings.lora
     )
+
+
+def describe_parameters(settings: Settings, num_parameters: int) -> str:
+    """How many parameters the policy has, how many of them train, and on how many ranks."""
+    trained = ""
+    if settings.lora.rank:
+        config = parse_policy_config(read_policy_config(settings.policy.path))
+        trained = f", trains {adapter_size(config, settings.lora):,} of an adapter"
+    ranks = f" on {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
+    return f"{num_parameters:,} parameters{trained}{ranks}"
 
 
 def needs_critic(settings: Settings) -> bool:

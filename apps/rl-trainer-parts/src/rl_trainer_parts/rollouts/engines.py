@@ -7,28 +7,32 @@ from typing import Any
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
 from rl_core.errors import DeadlineError, RLError, SettingsError
-from rl_distill import parse_policy_config, read_policy_config
+from rl_distill import adapted_modules, parse_policy_config, read_policy_config
 from rl_rollout.engines import RolloutEngine, TransformersOptions, VLLMOptions, engine_class
 from rl_trainer_parts.settings.schema import Settings
 
 
-def make_engine(settings: Settings, policy: Path, *, log_directory: Path | None = None) -> RolloutEngine:
+def make_engine(
+    settings: Settings, policy: Path, *, log_directory: Path | None = None, serves_adapter: bool = True
+) -> RolloutEngine:
     """The engine of the settings on a Hugging Face folder; its `start` loads it.
 
     Args:
         settings: The run's.
         policy: The folder.
         log_directory: Where engines in processes of their own write what they print.
+        serves_adapter: See `engine_options`.
     """
+    options = engine_options(settings, serves_adapter=serves_adapter)
     if settings.rollout.placement == "inline":
-        engine: RolloutEngine = engine_class(settings.rollout.engine)(policy, engine_options(settings))
+        engine: RolloutEngine = engine_class(settings.rollout.engine)(policy, options)
         return engine
     from rl_rollout.engines import ReplicatedEngine
 
     pool = replica_pool(settings)
     return ReplicatedEngine(
         [
-            make_replica(settings, policy, index=index, pool=pool, log_directory=log_directory)
+            make_replica(settings, policy, index=index, pool=pool, log_directory=log_directory, options=options)
             for index in range(settings.replicas.count)
         ]
     )
@@ -55,7 +59,13 @@ async def start_within(engine: RolloutEngine, settings: Settings) -> None:
 
 
 def make_replica(
-    settings: Settings, policy: Path, *, index: int, pool: ResourcePool | None, log_directory: Path | None = None
+    settings: Settings,
+    policy: Path,
+    *,
+    index: int,
+    pool: ResourcePool | None,
+    log_directory: Path | None = None,
+    options: Any = None,
 ) -> RolloutEngine:
     """An engine in a process of its own, not started.
 
@@ -65,6 +75,7 @@ def make_replica(
         index: Which of the replicas it is.
         pool: What it may use.
         log_directory: Where it writes what it prints.
+        options: Of the engine; None takes `engine_options`.
     """
     from rl_rollout.engines import EnginePlacement, ProcessEngine
 
@@ -80,7 +91,8 @@ def make_replica(
         max_restarts=settings.replicas.restarts,
         deadline_s=settings.rollout.start_deadline_s,
     )
-    return ProcessEngine(settings.rollout.engine, policy, engine_options(settings), host=host, index=index)
+    chosen = engine_options(settings) if options is None else options
+    return ProcessEngine(settings.rollout.engine, policy, chosen, host=host, index=index)
 
 
 def replica_pool(settings: Settings) -> ResourcePool | None:
@@ -106,19 +118,36 @@ def longest_trajectory(settings: Settings) -> int:
     return max(longest, settings.engine.max_model_len or 0) if settings.rollout.loop == "agent" else longest
 
 
-def engine_options(settings: Settings) -> Any:
-    """The options of the engine that is named, with the context that this run needs."""
+def engine_options(settings: Settings, *, serves_adapter: bool = True) -> Any:
+    """The options of the engine that is named, with the context that this run needs.
+
+    Args:
+        settings: The run's.
+        serves_adapter: It is given the adapter of `[lora]`, where that is served; False is for one that is given merged
+            weights whatever is served elsewhere.
+    """
     longest = settings.prompts.max_tokens + settings.rollout.max_response_tokens
     options = replace(
         settings.engine,
         max_model_len=settings.engine.max_model_len or longest,
         can_sleep=settings.engine.can_sleep or settings.rollout.sleep,
         capture_experts=settings.engine.capture_experts and settings.policy.learner == "megatron",
+        **(_room_for_adapter(settings) if serves_adapter else {}),
     )
     if settings.rollout.engine != "transformers":
         return options
     shared = {field.name for field in fields(TransformersOptions)} & {field.name for field in fields(VLLMOptions)}
     return TransformersOptions(**{name: getattr(options, name) for name in shared})
+
+
+def _room_for_adapter(settings: Settings) -> dict[str, Any]:
+    """Options of an engine that is given the adapter of `[lora]`; none where it is given all weights."""
+    lora = settings.lora
+    if not lora.rank or lora.serving != "adapter":
+        return {}
+    config = parse_policy_config(read_policy_config(settings.policy.path))
+    modules = {name.rpartition(".")[2] for name in adapted_modules(config, lora)}
+    return {"max_lora_rank": lora.rank, "lora_target_modules": tuple(sorted(modules))}
 
 
 def expert_shape(settings: Settings) -> tuple[int, int] | None:

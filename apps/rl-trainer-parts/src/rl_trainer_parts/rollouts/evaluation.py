@@ -106,7 +106,7 @@ def draw_samples(
 
 async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, float]:
     """What a validation says of the policy, on the validation and test problems."""
-    engine = make_engine(settings, settings.policy.path)
+    engine = make_engine(settings, settings.policy.path, serves_adapter=False)
     try:
         await start_within(engine, settings)
         with open_rollout(settings, inputs.tokenizer, engine) as rollout:

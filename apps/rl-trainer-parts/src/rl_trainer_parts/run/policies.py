@@ -1,18 +1,23 @@
-"""Policies as Hugging Face folders: found in runs and checkpoints, checked, exported."""
+"""Policies as Hugging Face folders: found in runs and checkpoints, checked, exported; adapters merged into them."""
 
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from rl_core.errors import SettingsError
+from rl_core.errors import DataError, SettingsError
+from rl_core.files import temporary_folder
 from rl_distill.checkpoints import CheckpointStore, verify_checkpoint
 from rl_trainer_parts.checks.model_folder import missing_path
 
+ADAPTER_CONFIG = "adapter_config.json"
+
 
 def find_policy(path: Path) -> Path:
-    """The Hugging Face folder that a path stands for.
+    """The folder that a path stands for: a Hugging Face one, or an adapter's in peft's format.
 
     Args:
-        path: A Hugging Face folder, a checkpoint, or a run folder (its newest checkpoint).
+        path: Such a folder, a checkpoint, or a run folder (its newest checkpoint).
 
     Raises:
         SettingsError: It is none of these.
@@ -20,35 +25,111 @@ def find_policy(path: Path) -> Path:
     """
     if not path.exists():
         raise SettingsError(missing_path(path, setting="policy", kind="model"))
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or is_adapter(path):
         return path
     if (path / "checkpoints").is_dir():
         steps = CheckpointStore(path / "checkpoints", keep=1).steps()
         if not steps:
             raise SettingsError(f"run {path} has no checkpoint yet.")
         path = path / "checkpoints" / f"step_{steps[-1]}"
-    if not (path / "policy" / "config.json").is_file():
+    has_policy = (path / "policy" / "config.json").is_file()
+    if not has_policy and not is_adapter(path / "adapter"):
         raise SettingsError(
-            f"{path} is neither a Hugging Face folder (config.json), nor a checkpoint (policy/config.json), nor a run "
-            "folder (checkpoints/)."
+            f"{path} is neither a Hugging Face folder (config.json), nor a checkpoint (policy/config.json or "
+            f"adapter/{ADAPTER_CONFIG}), nor a run folder (checkpoints/)."
         )
     verify_checkpoint(path)
-    return path / "policy"
+    return path / ("policy" if has_policy else "adapter")
 
 
-def export_policy(path: Path, target: Path) -> Path:
-    """Copy a policy into a new folder, and say which one it was.
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder has an adapter in peft's format."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+@contextmanager
+def opened_policy(path: Path) -> Iterator[Path]:
+    """The Hugging Face folder of a policy; an adapter is merged into a temporary one.
+
+    Args:
+        path: As of `find_policy`.
 
     Raises:
-        SettingsError: The target exists and is not empty, or the source has no policy.
+        SettingsError: It has no policy.
+        DataError: The adapter or its base cannot be used.
+        CheckpointError: The checkpoint is torn.
     """
     source = find_policy(path)
+    if not is_adapter(source):
+        yield source
+        return
+    with temporary_folder("rl-merged-policy-") as folder:
+        _merge(source, folder / "policy", base=None)
+        yield folder / "policy"
+
+
+def export_policy(path: Path, target: Path, *, merges: bool = False, base: Path | None = None) -> Path:
+    """Write a policy into a new folder, an adapter merged into its base, and say which policy or adapter it was.
+
+    Args:
+        path: As of `find_policy`.
+        target: Gets a Hugging Face folder.
+        merges: Refuse a policy without an adapter.
+        base: Hugging Face folder that an adapter belongs to; None for the one that it names.
+
+    Raises:
+        SettingsError: The target exists and is not empty, the source has no policy, or no adapter where there is
+            a base or one must be merged.
+        DataError: The adapter or its base cannot be used.
+        CheckpointError: The checkpoint is torn.
+    """
+    source = find_policy(path)
+    if merges:
+        _require_adapter(source, "--merge")
+    if base is not None:
+        _require_adapter(source, "--base")
+    if not is_adapter(source):
+        _write_new(target, lambda part: shutil.copytree(source, part))
+    else:
+        _write_new(target, lambda part: _merge(source, part, base=base))
+    return source
+
+
+def export_adapter(path: Path, target: Path) -> Path:
+    """Copy an adapter alone into a new folder, in peft's format, and say which one it was.
+
+    Raises:
+        SettingsError: The target exists and is not empty, or the source has no adapter.
+        CheckpointError: The checkpoint is torn.
+    """
+    source = find_policy(path)
+    _require_adapter(source, "--adapter")
+    _write_new(target, lambda part: shutil.copytree(source, part))
+    return source
+
+
+def _merge(source: Path, target: Path, *, base: Path | None) -> None:
+    from rl_distill.checkpoints.merged_folder import merge_adapter  # imports torch
+
+    merge_adapter(source, target, base=base)
+
+
+def _require_adapter(source: Path, option: str) -> None:
+    if not is_adapter(source):
+        raise SettingsError(f"{source} has no adapter: all of its weights were trained. Leave out {option}.")
+
+
+def _write_new(target: Path, write: Callable[[Path], object]) -> None:
+    """Write a folder beside its place, and give it its name when it is whole."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SettingsError(f"{target} exists and is not empty; name a new folder.")
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(source, part)
+    try:
+        write(part)
+    except DataError:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     if target.exists():
         target.rmdir()
     part.rename(target)
-    return source

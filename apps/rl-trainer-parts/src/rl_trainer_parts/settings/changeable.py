@@ -17,6 +17,7 @@ CHANGEABLE_BY_SECTION = {
     "replicas": ("count", "cpus", "gpus", "restarts"),
     "engine": ("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib", "gpu_memory_utilization", "num_threads"),
     "learner": ("num_threads",),
+    "lora": ("serving",),
     "metrics": (
         *("console", "strict", "log_val_generations", "log_rollouts", "log_rollout_tokens", "probes", "peak_tflops"),
         *("details_every", "replay_rows", "report", "report_every", "trace_memory", "trackers"),

@@ -50,6 +50,7 @@ class PublishReport:
         stall_s: Longest time in which an engine drew no token because of the update, drain_s apart. What it computes
             again of requests that go on comes on top.
         canary_scores: Of each engine, what `prove_canary` has to compare.
+        size_bytes: See `WeightUpdate.size_bytes`.
     """
 
     version: int
@@ -62,6 +63,7 @@ class PublishReport:
     drain_s: float = 0.0
     stall_s: float = 0.0
     canary_scores: tuple[Sequence[RoutedScores], ...] = ()
+    size_bytes: int = 0
 
 
 async def publish_weights(
@@ -100,6 +102,7 @@ async def publish_weights(
         proof_s=time.perf_counter() - updated,
         stall_s=updated - started,
         canary_scores=tuple(told),
+        size_bytes=update.size_bytes,
     )
 
 

@@ -8,6 +8,7 @@ numbers. A canary (known sequences with the learner's logprobs) closes the loop 
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 FINGERPRINT_BYTES = 16
 MAX_DIGEST_THREADS = 4
 """Memory is the limit beyond."""
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PEFT_PREFIX = "base_model.model."
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """How peft names an adapter's tensors: prefix, the base's module, and one of these."""
@@ -122,6 +124,11 @@ class WeightUpdate:
     def served(self) -> dict[str, TensorDigest]:
         """Digest of each tensor that an engine must serve after the update: an adapter's, and those of its base."""
         return {**(self.adapter.base if self.adapter is not None else {}), **self.digests}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensors that are sent to each engine."""
+        return sum(DTYPE_BYTES[digest.dtype] * math.prod(digest.shape) for digest in self.digests.values())
 
     @property
     def fingerprint(self) -> str:

@@ -1,7 +1,8 @@
 """A learner's checkpoint: `policy/`, a Hugging Face folder; `state/`, tensors in torch_dist; `learner.json`.
 
-All names are Hugging Face's, so that a checkpoint loads into any learner and any parallel layout. Nothing in it can
-run code: see `torch_dist`.
+An adapter's learner keeps `adapter/`, in peft's format, in the place of `policy/`, and nothing of the base. All names
+are Hugging Face's, so that a checkpoint loads into any learner and any parallel layout. Nothing in it can run code: see
+`torch_dist`.
 """
 
 import json
@@ -14,7 +15,17 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import CheckpointError, DataError, SettingsError
+from rl_distill.checkpoints.adapter_checkpoint import (
+    ADAPTER,
+    ADAPTER_FOLDER,
+    LEARNER_FILE,
+    SavedAdapter,
+    TrainedAdapter,
+    check_same_adapter,
+    saved_adapter,
+)
 from rl_distill.checkpoints.hf_folder import write_policy_folder
+from rl_distill.checkpoints.peft_folder import write_adapter
 from rl_distill.checkpoints.plain_files import read_json_object
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, write_contents
 from rl_distill.options import LearnerOptions
@@ -23,7 +34,6 @@ from rl_distill.tensor_shapes import Shape, is_trained, tensor_shapes
 
 FORMAT_VERSION = 2
 MAX_STEPS = 1 << 53
-LEARNER_FILE = "learner.json"
 POLICY_FOLDER = "policy"
 STATE_FOLDER = "state"
 STATE_KINDS = ("weights", "exp_avg", "exp_avg_sq")
@@ -85,6 +95,7 @@ def finish_checkpoint(
     names: Sequence[str],
     options: LearnerOptions,
     step: int,
+    adapter: TrainedAdapter | None = None,
 ) -> None:
     """Write what makes a checkpoint of the state that every rank has written.
 
@@ -92,37 +103,50 @@ def finish_checkpoint(
         directory: The checkpoint.
         written: What each rank wrote into `state/`.
         source: The policy's configuration and tokenizer.
-        names: Of the tensors of `policy/`; a critic's among them make it a token classifier.
+        names: Of the tensors of `policy/`; a critic's among them make it a token classifier. Of `adapter/`,
+            its A and B.
         options: The learner's; their dtype is the policy's.
         step: Optimizer steps done.
+        adapter: What is trained; None for all weights.
     """
     write_contents(directory / STATE_FOLDER, written)
-    _write_policy(directory, source, names, dtype=DTYPES[options.dtype])
-    _write_header(directory, source=source, options=options, step=step)
+    tensors = _saved_weights(directory, names, dtype=DTYPES[options.dtype])
+    if adapter is None:
+        _write_policy(directory, source, names, tensors)
+    else:
+        matrices = tensor_shapes(source.config)
+        folder = directory / ADAPTER_FOLDER
+        write_adapter(folder, tensors, options=adapter.options, matrices=matrices, base=source.policy_dir)
+    _write_header(directory, source=source, options=options, step=step, adapter=adapter)
 
 
-def _write_policy(directory: Path, source: PolicySource, names: Sequence[str], *, dtype: torch.dtype) -> None:
-    """Write `policy/` from the float32 weights in `state/`, a tensor at a time."""
+def _saved_weights(directory: Path, names: Sequence[str], *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The float32 weights in `state/` in the policy's dtype, one after the other."""
     folder = TensorFolder(directory / STATE_FOLDER)
     shapes = folder.shapes()
+    for name in names:
+        shape = shapes[f"weights/{name}"]
+        whole = Piece(name=f"weights/{name}", shape=shape, offsets=(0,) * len(shape), tensor=torch.empty(shape))
+        folder.read([whole])
+        yield name, whole.tensor.to(dtype) if is_trained(name) else whole.tensor
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name in names:
-            shape = shapes[f"weights/{name}"]
-            whole = Piece(name=f"weights/{name}", shape=shape, offsets=(0,) * len(shape), tensor=torch.empty(shape))
-            folder.read([whole])
-            yield name, whole.tensor.to(dtype) if is_trained(name) else whole.tensor
 
+def _write_policy(
+    directory: Path, source: PolicySource, names: Sequence[str], tensors: Iterator[tuple[str, Tensor]]
+) -> None:
+    """Write `policy/`, a tensor at a time."""
     config_json = dict(source.config_json)
     if "score.weight" in names:
         config_json |= {
             "architectures": [source.config.architecture.replace("ForCausalLM", "ForTokenClassification")],
             "num_labels": 1,
         }
-    write_policy_folder(directory / POLICY_FOLDER, config_json, tensors(), source_dir=source.policy_dir)
+    write_policy_folder(directory / POLICY_FOLDER, config_json, tensors, source_dir=source.policy_dir)
 
 
-def _write_header(directory: Path, *, source: PolicySource, options: LearnerOptions, step: int) -> None:
+def _write_header(
+    directory: Path, *, source: PolicySource, options: LearnerOptions, step: int, adapter: TrainedAdapter | None
+) -> None:
     """Write learner.json: last, so that a folder that was cut short has none."""
     header = {
         "format_version": FORMAT_VERSION,
@@ -130,37 +154,50 @@ def _write_header(directory: Path, *, source: PolicySource, options: LearnerOpti
         "config_digest": source.config.digest,
         "options": asdict(options),
     }
+    if adapter is not None:
+        header[ADAPTER] = adapter.record(source.policy_dir)
     (directory / LEARNER_FILE).write_text(json.dumps(header, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def read_header(directory: Path, *, config: PolicyConfig, dtype: str) -> int:
+def read_header(directory: Path, *, config: PolicyConfig, dtype: str, adapter: TrainedAdapter | None = None) -> int:
     """The step of a checkpoint of this policy.
 
     Args:
         directory: The checkpoint.
         config: The policy that continues.
         dtype: Its dtype, "float32" or "bfloat16".
+        adapter: What it trains; None for all weights.
 
     Raises:
-        CheckpointError: Missing, torn, of another policy or dtype.
+        CheckpointError: Missing, torn, of another policy, dtype or adapter, or of the same adapter of another base.
     """
     header = _read_header(directory / LEARNER_FILE)
+    saved: SavedAdapter | None = header["adapter"]
     if header["config_digest"] != config.digest:
+        folder = directory / POLICY_FOLDER if saved is None else saved.base
         raise CheckpointError(
-            f"{directory} is a checkpoint of another model: {_differences(directory / POLICY_FOLDER, config)}. Load it "
+            f"{directory} is a checkpoint of another model: {_differences(folder, config)}. Load it "
             "with the policy that it was saved from."
         )
     if header["dtype"] != dtype:
         raise CheckpointError(
             f"{directory} was saved with dtype = {header['dtype']!r}; this learner has {dtype!r}. "
-            f"Set dtype = {header['dtype']!r}, or start a new run from {directory / POLICY_FOLDER}."
+            f"Set dtype = {header['dtype']!r}, or start a new run from {_policy_of(directory)}."
         )
+    check_same_adapter(directory, saved, adapter)
     return int(header["step"])
 
 
-def _differences(folder: Path, config: PolicyConfig) -> str:
+def _policy_of(directory: Path) -> str:
+    """Where a new run may begin, of a checkpoint that cannot go on."""
+    return str(directory / (ADAPTER_FOLDER if (directory / ADAPTER_FOLDER).is_dir() else POLICY_FOLDER))
+
+
+def _differences(folder: Path | None, config: PolicyConfig) -> str:
     """Such as "num_layers is 4, this policy's 2", from a saved policy's config.json."""
     try:
+        if folder is None:
+            raise DataError("it began with random weights.")
         config_json = read_policy_config(folder)
         named = config_json.get("architectures")
         names = [str(name) for name in named] if isinstance(named, list) else []
@@ -181,7 +218,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     if type(version) is int and version != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format_version {version}; this release reads {FORMAT_VERSION}. Go on with the release that "
-            f"wrote it, or start a new run from {path.parent / POLICY_FOLDER}."
+            f"wrote it, or start a new run from {_policy_of(path.parent)}."
         )
     is_step = type(step) is int and 0 <= step < MAX_STEPS
     dtype = options.get("dtype") if isinstance(options, dict) else None
@@ -190,4 +227,4 @@ def _read_header(path: Path) -> dict[str, Any]:
             f"{path} must have a format_version, a step >= 0, a config_digest and options with a dtype; it was not "
             "written by a learner."
         )
-    return {"step": step, "config_digest": digest[:80], "dtype": dtype[:80]}
+    return {"step": step, "config_digest": digest[:80], "dtype": dtype[:80], "adapter": saved_adapter(path, header)}

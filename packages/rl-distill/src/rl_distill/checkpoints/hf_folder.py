@@ -42,6 +42,8 @@ COMPANION_FILES = (
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of a number, for each dtype that weights may be stored in."""
 
+_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
@@ -99,6 +101,10 @@ class PolicyTensors:
     def __contains__(self, name: str) -> bool:
         """Whether the folder has a tensor with this name."""
         return name in self._stored
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What a tensor that is there is stored as."""
+        return _TORCH_DTYPES[self._stored[name].dtype]
 
     def read(self, name: str, offsets: Shape, sizes: Shape, *, dtype: torch.dtype) -> Tensor:
         """A rectangle of a tensor; nothing else of it is read.

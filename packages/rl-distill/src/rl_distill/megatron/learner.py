@@ -11,9 +11,10 @@ from rl_core.data import Batch, Ragged
 from rl_core.errors import NotReadyError
 from rl_core.record_fields import converts_arguments
 from rl_core.weights import PEFT_PREFIX
+from rl_distill.checkpoints.adapter_checkpoint import TensorFingerprint, TrainedAdapter
 from rl_distill.checkpoints.checkpoint import critic_shapes
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch, Objective, StepResult, ValueLoss
-from rl_distill.lora_targets import adapter_shapes, adapter_size
+from rl_distill.lora_targets import adapted_modules, adapter_shapes, adapter_size
 from rl_distill.megatron.model import Head
 from rl_distill.megatron.ranked_model import RankedModel, TrainedModel
 from rl_distill.megatron.ranks import LearnerRanks
@@ -45,6 +46,7 @@ class MegatronLearner(TrainedModel):
             lora: The adapter that trains in the place of the weights; rank 0 trains all of these.
         """
         self._lora = lora
+        self._base_digest = ""
         super().__init__(policy, options, ranks=ranks, name=name)
 
     @property
@@ -77,6 +79,14 @@ class MegatronLearner(TrainedModel):
 
     def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
         return adapter_shapes(self._source.config, self._lora) if self._lora.rank else self._shapes()
+
+    def _trained_adapter(self) -> TrainedAdapter | None:
+        if not self._lora.rank:
+            return None
+        if not self._base_digest:  # it never changes
+            self._base_digest = TensorFingerprint(self.export_base().items()).digest
+        modules = tuple(adapted_modules(self._source.config, self._lora))
+        return TrainedAdapter(options=self._lora, modules=modules, base_digest=self._base_digest)
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Logprobs of all tokens, float32, in the batch's row order, first token 0."""

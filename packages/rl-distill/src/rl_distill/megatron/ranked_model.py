@@ -14,6 +14,7 @@ from torch import Tensor
 from rl_core.data import Batch, Ragged, token_positions
 from rl_core.errors import CheckpointError
 from rl_core.record_fields import converts_arguments
+from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
     finish_checkpoint,
@@ -242,7 +243,7 @@ class TrainedModel(RankedModel):
         check_open(self._is_open)
         require_empty(directory)
         self._ranks.call_all("begin_save", self._name, directory / STATE_FOLDER)
-        pending = PendingSave(partial(self._finish_save, directory, step=self.step))
+        pending = PendingSave(partial(self._finish_save, directory, step=self.step, adapter=self._trained_adapter()))
         if not in_background:
             pending.wait()
         return pending
@@ -255,7 +256,8 @@ class TrainedModel(RankedModel):
             CheckpointError: Missing, torn, or of another model; the learner is unchanged.
         """
         check_open(self._is_open)
-        step = read_header(directory, config=self._source.config, dtype=self._options.dtype)
+        adapter = self._trained_adapter()
+        step = read_header(directory, config=self._source.config, dtype=self._options.dtype, adapter=adapter)
         TensorFolder(directory / STATE_FOLDER).check(state_shapes(self._saved_shapes()))
         problems = self._ranks.call_all("read_state", self._name, directory / STATE_FOLDER)
         if any(problems):
@@ -268,7 +270,12 @@ class TrainedModel(RankedModel):
         """Shape of every tensor whose float32 values a checkpoint has: an adapter's, or all weights."""
         return self._shapes()
 
-    def _finish_save(self, directory: Path, *, step: int) -> None:
+    def _trained_adapter(self) -> TrainedAdapter | None:
+        """The adapter that trains in the place of the weights; None where these train."""
+        return None
+
+    def _finish_save(self, directory: Path, *, step: int, adapter: TrainedAdapter | None) -> None:
         """Wait for the ranks, and write what names their files; the header last."""
         written, names = self._ranks.finish_save(directory / STATE_FOLDER), list(self._saved_shapes())
-        finish_checkpoint(directory, written, source=self._source, names=names, options=self._options, step=step)
+        source, options = self._source, self._options
+        finish_checkpoint(directory, written, source=source, names=names, options=options, step=step, adapter=adapter)

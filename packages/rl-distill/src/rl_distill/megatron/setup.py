@@ -5,18 +5,18 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
-from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_core.weights import LORA_B, PEFT_PREFIX
+from rl_core.weights import LORA_B
 from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.checkpoints.hf_folder import PolicyTensors
+from rl_distill.checkpoints.peft_folder import read_adapter
+from rl_distill.lora_targets import adapted_modules
 from rl_distill.megatron.convert import Block, Shard, blocks_of, whole_block
 from rl_distill.megatron.lora import PARAMETER
 from rl_distill.megatron.model import Head, PolicyModel
@@ -130,16 +130,12 @@ def fill_adapter(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
     for name, parameter in parameters.items():
         parameter.requires_grad_(PARAMETER in name)
     adapter = {name: parameter for name, parameter in parameters.items() if PARAMETER in name}
-    saved = None if plan.lora.path is None else _saved_adapter(plan.lora.path)
+    saved = None
+    if plan.lora.path is not None:
+        saved = read_adapter(plan.lora.path, plan.lora, adapted_modules(plan.source.config, plan.lora))
     for block in chunk_blocks(adapter, plan, shard):
         whole = _first_adapter(block, plan) if saved is None else saved[block.name]
         block.write(whole[tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))])
-
-
-def _saved_adapter(folder: Path) -> dict[str, Tensor]:
-    """A and B of an adapter in peft's format, by name without its prefix."""
-    tensors = load_file(folder / "adapter_model.safetensors")
-    return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def _first_adapter(block: Block, plan: ModelPlan) -> Tensor:

@@ -109,8 +109,8 @@ def _check_adapter(adapter: str, traits: EngineTraits) -> None:
         raise EngineError(f'adapter must be None, which is what was published last, or "base"; found {adapter!r}.')
     if not traits.max_lora_rank:
         raise EngineError(
-            f'adapter = "base" needs an engine that keeps the adapter beside its weights; {traits.name} has no room for '
-            "one. Start it with max_lora_rank, or leave adapter out."
+            f'adapter = "base" needs an engine that keeps the adapter beside its weights; {traits.name} has no room '
+            "for one. Start it with max_lora_rank, or leave adapter out."
         )
 
 

@@ -241,7 +241,7 @@ def _tell(request: GenerateRequest, index: int, sample: Sample) -> None:
 
 def honest_receipt(update: WeightUpdate) -> WeightReceipt:
     """What an engine says that took everything as it was sent."""
-    live = {name: digest.probe for name, digest in update.digests.items()}
+    live = {name: digest.probe for name, digest in update.served.items()}
     live.update({name: live[source] for name, source in update.tied.items()})
     tensors = update.tensors or {}
     arrived = {

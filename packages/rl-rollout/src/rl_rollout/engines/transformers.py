@@ -47,7 +47,7 @@ class TransformersEngine(SteppedEngine):
             from rl_rollout.engines.transformers_adapter import ModelAdapter
         except ImportError as error:
             raise MissingExtraError(
-                f"max_lora_rank = {self._options.max_lora_rank} needs peft: {error}. Install rl-rollout[peft], or set it "
-                "to 0."
+                f"max_lora_rank = {self._options.max_lora_rank} needs peft: {error}. Install rl-rollout[peft], or "
+                "set it to 0."
             ) from error
         return TransformersStepper(self._model_dir, self._options, adapter=ModelAdapter)

@@ -14,9 +14,10 @@ from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 
 from rl_core.data import FloatArray
+from rl_core.errors import EngineError
 from rl_core.weights import probe_tensor
 from rl_core.weights.update import LORA_A
-from rl_rollout.engines.weight_checks import Shapes, module_of
+from rl_rollout.engines.weight_checks import module_of
 
 NAME = "published"
 """Of our adapter in peft's layers."""
@@ -34,41 +35,41 @@ class ModelAdapter:
         """
         self._model = model
         head = model.get_output_embeddings()
-        self.matrices: Shapes = {
-            name: tuple(module.weight.shape)
+        self._allowed = {
+            name
             for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear)
-            and module is not head
-            and (not kinds or name.rpartition(".")[2] in kinds)
+            if isinstance(module, torch.nn.Linear) and module is not head
+            if not kinds or name.rpartition(".")[2] in kinds
         }
-        self._modules: list[str] = []
-        self._rank = 0
+        self._shapes: dict[str, torch.Size] = {}
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
-    def replace(self, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+    def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Serve this adapter in place of the last.
 
         Args:
-            tensors: A and B by peft's names, B with the scaling.
-            rank: Of each.
+            tensors: A and B by peft's names, B with the scaling; none to serve the base alone.
+
+        Raises:
+            EngineError: It is of a module that it may not change; nothing was touched.
         """
         modules = list(dict.fromkeys(map(module_of, tensors)))
-        if (modules, rank) != (self._modules, self._rank):
-            self.drop()
-            self._put(modules, rank)
+        if barred := [name for name in modules if name not in self._allowed]:
+            raise EngineError(
+                f"an adapter may change linear layers of the engine's lora_target_modules; found {barred[0]!r}. Add "
+                "the last part of its name there, or leave it out of the adapter."
+            )
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        if shapes != self._shapes or self.problems(tensors):
+            self._drop()
+            if modules:
+                self._put(modules, rank=len(next(iter(tensors.values()))))
+            self._shapes = shapes
         for name, tensor in tensors.items():
             live = self._live(name)
             if live is not None:
                 live.copy_(tensor)
-
-    def drop(self) -> None:
-        """Serve none."""
-        for name, layer in _adapted(self._model):
-            self._model.set_submodule(name, layer.get_base_layer())
-        if self._modules:
-            del self._model.peft_config
-        self._modules, self._rank = [], 0
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
@@ -103,13 +104,18 @@ class ModelAdapter:
             found += [f"{name} {problem}" for problem in _problems(layers[name])]
         return found
 
-    def _put(self, modules: list[str], rank: int) -> None:
+    def _drop(self) -> None:
+        for name, layer in _adapted(self._model):
+            self._model.set_submodule(name, layer.get_base_layer())
+        if hasattr(self._model, "peft_config"):
+            del self._model.peft_config
+
+    def _put(self, modules: list[str], *, rank: int) -> None:
         targets = "|".join(map(re.escape, modules))
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, inference_mode=True)
         with torch.random.fork_rng(devices=[]):  # peft draws values, which are replaced
             inject_adapter_in_model(config, self._model, NAME)
         self._model.eval()
-        self._modules, self._rank = modules, rank
 
     def _live(self, name: str) -> torch.Tensor | None:
         """The A or B that the model computes with; None where it has none of ours."""

@@ -20,7 +20,6 @@ from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure,
 from rl_rollout.engines.sampling import draw_tokens, processed_logprobs
 from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.weight_checks import (
-    Shapes,
     base_tensors,
     check_adapter,
     check_update,
@@ -117,17 +116,17 @@ class TransformersStepper:
         tensors = update_tensors(update)
         live = self._base()
         shapes = {name: tuple(live[name].shape) for name in live if name not in update.tied}
-        served = _Served(update.version)
-        if update.adapter is not None:
-            self._replace_adapter(update, tensors, shapes)
-        else:
+        if update.adapter is None:
             check_update(update, tensors, shapes)
             for name, tensor in tensors.items():
                 live[name].copy_(tensor)
-            if self._adapter is not None:
-                self._adapter.drop()
-            self._served_base = served
-        self._served = served
+        else:
+            check_adapter(update, tensors, shapes, self._traits)
+        if self._adapter is not None:
+            self._adapter.replace(tensors if update.adapter is not None else {})
+        self._served = _Served(update.version)
+        if update.adapter is None:
+            self._served_base = self._served
         self._forget_old()
         return self._receipt(update, tensors)
 
@@ -155,13 +154,6 @@ class TransformersStepper:
     def _base(self) -> dict[str, torch.Tensor]:
         """The weights by the names that learners publish."""
         return each_expert(base_tensors(self._model.state_dict()))
-
-    def _replace_adapter(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor], model: Shapes) -> None:
-        matrices = {} if self._adapter is None else self._adapter.matrices
-        max_rank = self._traits.max_lora_rank
-        adapter = check_adapter(update, tensors, matrices=matrices, model=model, max_lora_rank=max_rank)
-        if self._adapter is not None:
-            self._adapter.replace(tensors, adapter.rank)
 
     def _served_to(self, adapter: str | None) -> "_Served":
         return self._served if adapter is None else self._served_base

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from rl_core.errors import EngineError, WeightsGoneError
 from rl_core.files import read_json_object, read_safetensors_header, require_plain
-from rl_core.weights import AdapterUpdate, WeightUpdate
+from rl_core.weights import WeightUpdate
 from rl_core.weights.update import LORA_A, LORA_B, PEFT_PREFIX
+from rl_rollout.engines.protocol import EngineTraits
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each tensor by Hugging Face name."""
@@ -120,51 +121,39 @@ def check_update(update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expe
 
 
 def check_adapter(
-    update: WeightUpdate,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    matrices: Shapes,
-    model: Shapes,
-    max_lora_rank: int,
-) -> AdapterUpdate:
+    update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expected: Shapes, traits: EngineTraits
+) -> None:
     """Refuse an adapter that would not be served whole, or not on its base, before anything is touched.
 
     Args:
         update: What was published, with its adapter.
         tensors: What arrived; each with a `shape`.
-        matrices: [out, in] of each module that an adapter may change, by Hugging Face name.
-        model: The model's tensors; tied names may be left out of the adapter's base.
-        max_lora_rank: Largest rank that the engine has room for.
-
-    Returns:
-        The update's adapter.
+        expected: The model's tensors; tied names may be left out of the adapter's base.
+        traits: The engine's.
 
     Raises:
-        EngineError: There is no room for it, an A or B is missing, unknown, or of another shape, or the base has other
-            tensors than the model.
+        EngineError: There is no room for it, an A or B is missing, of no matrix of the model, or of another shape, or
+            its base has other tensors than the model.
     """
     adapter = update.adapter
-    if adapter is None or not 1 <= adapter.rank <= max_lora_rank:
-        found = "no adapter" if adapter is None else f"one of rank {adapter.rank}"
+    if adapter is None or not 1 <= adapter.rank <= traits.max_lora_rank:
         raise EngineError(
-            f"an adapter's rank must be from 1 to the engine's max_lora_rank = {max_lora_rank}; found {found}. Start the "
-            'engine with more, or publish all weights with the adapter in them ([lora] serving = "merged").'
+            f"{traits.name} takes adapters of rank 1 to its max_lora_rank = {traits.max_lora_rank}; found rank "
+            f"{adapter and adapter.rank}. Start it with more, or publish all weights with the adapter in them "
+            '([lora] serving = "merged").'
         )
-    expected = {}
-    for module in dict.fromkeys(map(module_of, tensors)):
-        if module not in matrices:
-            raise EngineError(
-                f"an adapter may change {_some(matrices) if matrices else 'nothing'}; found {module!r}. Name its kind in "
-                "the engine's lora_target_modules, or leave it out of the adapter."
-            )
-        rows, columns = matrices[module]
-        expected[f"{PEFT_PREFIX}{module}{LORA_A}"] = adapter.rank, columns
-        expected[f"{PEFT_PREFIX}{module}{LORA_B}"] = rows, adapter.rank
-    if not expected:
+    matrices = {}
+    for name in tensors:
+        module = module_of(name)
+        shape = expected.get(f"{module}.weight", ())
+        if len(shape) != 2:
+            raise EngineError(f"an adapter must be of matrices of the model; found {name!r}. Leave it out.")
+        matrices[f"{PEFT_PREFIX}{module}{LORA_A}"] = adapter.rank, shape[1]
+        matrices[f"{PEFT_PREFIX}{module}{LORA_B}"] = shape[0], adapter.rank
+    if not matrices:
         raise EngineError("an adapter must have at least one A and B; found none. Check the learner's target_modules.")
-    _check_whole({name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected, of="the adapter")
-    _check_whole({name: digest.shape for name, digest in adapter.base.items()}, model, update.tied)
-    return adapter
+    _check_whole({name: tuple(tensor.shape) for name, tensor in tensors.items()}, matrices, of="the adapter")
+    _check_whole({name: digest.shape for name, digest in adapter.base.items()}, expected, update.tied)
 
 
 def _check_whole(found: Shapes, expected: Shapes, tied: Iterable[str] = (), *, of: str = "the model") -> None:

@@ -7,14 +7,15 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from rl_core.data import Json
 from rl_core.record_fields import record
 from rl_rollout.engines.protocol import NewTokens
-from rl_rollout.gateway.messages import ChatMessage
+from rl_rollout.gateway.messages import ChatMessage, context_digests
 from rl_rollout.gateway.replies import NOTHING_SAID, ReplyForm, ReplyStream, unsaid
 from rl_rollout.gateway.sampling import Wishes
-from rl_rollout.gateway.tree import Sample
+from rl_rollout.gateway.tree import Sample, digest_of
 
 if TYPE_CHECKING:
     from rl_rollout.gateway.journal import SessionLog
@@ -54,6 +55,15 @@ class Ask:
     def form(self) -> ReplyForm:
         """How what the model says is to be read."""
         return "text" if self.prompt is not None else "call" if self.must_call else "chat"
+
+    @property
+    def digests(self) -> list[bytes]:
+        """Of the tools, then of each beginning of the conversation; or of the prompt as a whole."""
+        if self.prompt is None:
+            return context_digests(self.tools, self.messages)
+        if isinstance(self.prompt, str):
+            return [digest_of(np.frombuffer(self.prompt.encode("utf-32-le", "surrogatepass"), dtype=np.int32))]
+        return [digest_of(np.array(self.prompt, dtype=np.int32))]
 
     @property
     def num_chars(self) -> int:

@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl_core.errors import NotReadyError, SettingsError
+from rl_rollout.gateway.faults import FaultLog
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +46,7 @@ class Listener:
         most = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 1)
         if max_connections > most:
             log.info("gateway_connections_bounded", max_connections=most, asked=max_connections, by="ulimit -n")
-        self._patience_s, self._every_second = patience_s, every_second
+        self._patience_s, self._every_second, self._faults = patience_s, every_second, FaultLog()
         self._server = _Server(
             uvicorn.Config(
                 application,
@@ -113,8 +114,8 @@ class Listener:
         if self._every_second is not None:
             try:
                 await self._every_second()
-            except Exception:
-                log.exception("gateway_tick_failed")
+            except Exception as error:
+                self._faults.note("gateway_tick_failed", error)
 
 
 class _Server(uvicorn.Server):

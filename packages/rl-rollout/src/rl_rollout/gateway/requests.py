@@ -7,16 +7,14 @@ from contextlib import AsyncExitStack
 from typing import Any, Literal, TypeVar
 
 import msgspec
-import structlog
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from rl_core.data import Json
 from rl_core.errors import DataError
+from rl_rollout.gateway.faults import FaultLog
 from rl_rollout.gateway.refusals import RefusedError
-
-log = structlog.get_logger(__name__)
 
 Api = Literal["openai", "anthropic"]
 Handler = Callable[[Request], Awaitable[Response]]
@@ -111,6 +109,7 @@ class InWordsOf:
     def __init__(self, api: Api, handler: Handler) -> None:
         """Serve a handler; what it enters in `request.state.stack` is left once its response is sent."""
         self._api, self._handler = api, handler
+        self._faults = FaultLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As an application of ASGI."""
@@ -128,21 +127,21 @@ class InWordsOf:
         except ClientGoneError:
             await Response(status_code=CLIENT_GONE)(scope, receive, send)
         except Exception as error:
-            if has_begun:
-                raise
-            await refusal(_refused(error, request), self._api)(scope, receive, send)
+            refused = self._refused(error, request)
+            if not has_begun:  # else the server closes the connection, since the response has no end
+                await refusal(refused, self._api)(scope, receive, send)
 
-
-def _refused(error: Exception, request: Request) -> RefusedError:
-    match error:
-        case RefusedError():
-            return error
-        case DataError():
-            return RefusedError(str(error))
-        case RecursionError():
-            return RefusedError("the body is nested too deep. Write it flatter.")
-    log.error("gateway_request_failed", path=request.url.path, exc_info=error)
-    return RefusedError("the gateway failed; its log says why.", kind="api_error")
+    def _refused(self, error: Exception, request: Request) -> RefusedError:
+        match error:
+            case RefusedError():
+                return error
+            case DataError():
+                return RefusedError(str(error))
+            case RecursionError():
+                return RefusedError("the body is nested too deep. Write it flatter.")
+        route = getattr(request.scope.get("route"), "path", "")  # a path may have a session's key
+        self._faults.note("gateway_request_failed", error, route=route)
+        return RefusedError("the gateway failed; its log says why.", kind="api_error")
 
 
 def refusal(error: RefusedError, api: Api) -> Response:

@@ -80,7 +80,7 @@ class _Request:
     ask: Ask
     number: int
     digests: Sequence[bytes]
-    num_known: int
+    place: Place
     turn: Turn
     input_ids: IntArray
     is_own: bool = True  # drawn as the session draws
@@ -155,7 +155,7 @@ class PolicyService:
         """
         if ask.idempotency_key is None:
             return await self._answer(session, ask, live)
-        key = f"{ask.idempotency_key}/{_digests(ask)[-1].hex()}"
+        key = f"{ask.idempotency_key}/{ask.digests[-1].hex()}"
         while (earlier := session.answers.get(key)) is not None:
             self._count(session, "replayed")
             try:
@@ -185,16 +185,13 @@ class PolicyService:
 
     async def _answer(self, session: Session, ask: Ask, live: Live | None) -> Answer:
         with session.admit() as (number, name):
-            self.counts["turns"] += 1
             ask = within_means(ask, self.engine.traits, self._tokenizer, decided_by=self.options.decided_by)
             request = self._placed(session, ask, number)
             room = self.engine.traits.max_model_len - len(request.input_ids)
             if room < 1:
                 raise too_long(f"{len(request.input_ids)} tokens", self.engine.traits)
-            sampling, overridden = decide(
-                ask.wishes, session.sampling(number), decided_by=self.options.decided_by, room=room
-            )
-            self._report(session, overridden)
+            own = session.sampling(number)
+            sampling, overridden = decide(ask.wishes, own, decided_by=self.options.decided_by, room=room)
             stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._stop_token_ids)))
             engine_request = GenerateRequest(
                 input_ids=request.input_ids,
@@ -204,7 +201,8 @@ class PolicyService:
                 on_tokens=None if live is None else live.feed,
             )
             check_asked(engine_request, self.engine.traits)
-            own = session.sampling(number)
+            self._accept(request)
+            self._report(session, overridden)
             request.is_own = all(getattr(sampling, name) == getattr(own, name) for name in DISTRIBUTION)
             if live is not None:
                 new_ids, tools = request.turn.new_ids, ask.tools if ask.may_call else ()
@@ -229,29 +227,37 @@ class PolicyService:
     def _placed(self, session: Session, ask: Ask, number: int) -> _Request:
         started_at = time.perf_counter()
         tree, messages = session.tree, ask.messages
-        digests = _digests(ask)
+        digests = ask.digests
         if ask.prompt is not None:
             input_ids = np.array(ask.prompt, dtype=np.int32)
             place, num_said = tree.place_tokens(input_ids)
             new_ids = input_ids[num_said:]
-        elif (place := tree.place(digests, messages)).turn is not None:
-            new_ids = place.turn.new_ids
         else:
+            place = tree.place(digests, messages)
             new_ids = self._new_ids(place, ask, digests[0])
-        self._count_place(session, place, ask)
-        turn = tree.open_turn(place, digests, new_ids, asked_by=messages[-1].role if messages else "user")
+        asked_by = messages[-1].role if messages else "user"
+        turn = place.turn or Turn(after=place.after, new_ids=new_ids, asked_by=asked_by)
         return _Request(
             session=session,
             ask=ask,
             number=number,
             digests=digests,
-            num_known=place.num_known,
+            place=place,
             turn=turn,
             input_ids=turn.input_ids,
             started_at=started_at,
         )
 
+    def _accept(self, request: _Request) -> None:
+        """Count a request that nothing refuses, and open its turn; nobody else's has begun since it was admitted."""
+        session, place, turn = request.session, request.place, request.turn
+        self._count(session, "turns")
+        self._count_place(session, place, request.ask)
+        request.turn = session.tree.open_turn(place, request.digests, turn.new_ids, asked_by=turn.asked_by)
+
     def _new_ids(self, place: Place, ask: Ask, toolset: bytes) -> IntArray:
+        if place.turn is not None:
+            return place.turn.new_ids
         if place.after is None:
             return self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset)
         return self._encoder.following_ids(
@@ -325,7 +331,7 @@ class PolicyService:
         if not request.is_own:
             self._count(session, "other_sampling")
         if session.log is not None:
-            session.log.said(sample, request.digests[request.num_known :])
+            session.log.said(sample, request.digests[request.place.num_known :])
         session.tree.add(sample, request.digests)
         return sample
 
@@ -389,12 +395,3 @@ def _first_difference(session: Session, place: Place, ask: Ask) -> str:
     if place.num_known < len(ask.messages):
         return ask.messages[place.num_known].role
     return "shorter"  # a beginning of what was asked before
-
-
-def _digests(ask: Ask) -> list[bytes]:
-    """Of each beginning of a conversation, or of a prompt as a whole."""
-    if ask.prompt is None:
-        return context_digests(ask.tools, ask.messages)
-    if isinstance(ask.prompt, str):
-        return [digest_of(np.frombuffer(ask.prompt.encode("utf-32-le", "surrogatepass"), dtype=np.int32))]
-    return [digest_of(np.array(ask.prompt, dtype=np.int32))]

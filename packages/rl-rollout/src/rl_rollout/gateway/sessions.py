@@ -140,7 +140,7 @@ class Session:
 
     @contextmanager
     def admit(self) -> Iterator[tuple[int, str]]:
-        """Count a turn as running; gives its number, and its name for the engine.
+        """Let a request run; gives the number of its turn, which counts once nothing refuses it, and its name.
 
         Raises:
             RefusedError: The session has ended, or a limit is reached.
@@ -154,7 +154,6 @@ class Session:
             raise RefusedError(f"the session has failed: {self.failure}", kind="api_error")
         number = self.counts["turns"]
         name = f"{self.session_id}/{number}"
-        self.counts["turns"] += 1
         self.running.add(name)
         try:
             yield number, name
@@ -180,8 +179,10 @@ class Session:
         """Take the owner's reward; the last one counts.
 
         Raises:
-            DataError: It is no finite number.
+            DataError: It is no finite number, or the components are no mapping.
         """
+        if not isinstance(components or {}, Mapping):
+            raise DataError(f"components of session {self.session_id} must be an object; found {components!r:.80}.")
         for name, value in {"reward": reward, **(components or {})}.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise DataError(f"{name} of session {self.session_id} must be a finite number; found {value!r}.")

@@ -23,6 +23,7 @@ from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, RolloutEn
 from rl_rollout.engines.registry import engine_class
 from rl_rollout.engines.requests import check_request
 from rl_rollout.gateway.exports import QueueFeed
+from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.server import Gateway, GatewayOptions
 from rl_rollout.gateway.service import ServiceOptions
 from rl_rollout.gateway.sessions import SessionLimits
@@ -115,8 +116,31 @@ def _check_sampling(sampling: SamplingParams, traits: EngineTraits) -> None:
 def _owner_key(file: Path) -> str:
     """The key in a file, which is made, for its user alone, where it is not there."""
     if not file.exists():
-        file.touch(mode=0o600)
-        file.write_text(f"rl-owner-{secrets.token_urlsafe(32)}\n")
+        _write_key(file, f"rl-owner-{secrets.token_urlsafe(32)}")
+    return _read_key(file)
+
+
+def _standing_key(gateway: Gateway) -> str:
+    """The key of the session without limits: while the one of an earlier start is open, no other is opened."""
+    file = None if gateway.journal is None else gateway.journal.folder / "standing.key"
+    if file is not None:
+        with suppress(SettingsError, RefusedError):
+            key = _read_key(file)
+            gateway.sessions.by_key(key)
+            return key
+    key = gateway.open("standing", limits=ENDLESS).key
+    if file is not None:
+        file.unlink(missing_ok=True)
+        _write_key(file, key)
+    return key
+
+
+def _write_key(file: Path, key: str) -> None:
+    file.touch(mode=0o600, exist_ok=False)
+    file.write_text(f"{key}\n")
+
+
+def _read_key(file: Path) -> str:
     return read_plain(file, max_bytes=MAX_KEY_BYTES, error=SettingsError).decode(errors="replace").strip()
 
 
@@ -133,7 +157,7 @@ def _greeting(gateway: Gateway, key_file: Path | None, *, opens_session: bool) -
     """Where the gateway is, and how one begins."""
     url, traits = gateway.url, gateway.service.engine.traits
     owner, kept = (gateway.owner_key,) * 2 if key_file is None else (f"$(cat {key_file})", f"in {key_file}")
-    key = gateway.open("standing", limits=ENDLESS).key if opens_session else "KEY_OF_THE_SESSION"
+    key = _standing_key(gateway) if opens_session else "KEY_OF_THE_SESSION"
     begun = f"A session without limits is open; its key is {key}\n" if opens_session else ""
     note = ""
     if gateway.journal is not None and gateway.options.service.decided_by == "client":

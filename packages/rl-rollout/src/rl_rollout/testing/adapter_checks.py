@@ -2,8 +2,9 @@
 """What every engine with room for adapters does with them."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ from rl_rollout.testing.reference_model import (
     canary_of,
     make_adapter,
     merged,
-    reference_logprobs,
+    reference_rows,
     token_logprobs,
 )
 
@@ -67,10 +68,10 @@ class AdapterChecks:
                 assert report.canary_max_diff <= TOLERANCE
                 scores.append(asyncio.run(engine.score([SEQUENCE]))[0])
                 (sample,) = asyncio.run(engine.generate(short_request(seed=version)))
-                check_sample(sample, model_dir, {version: merged(base, adapter)})
+                assert set(sample.policy_versions.tolist()) == {version}
         finally:
             self.restore(engine, model_dir)
-        assert min(np.abs(now - last).max() for last, now in zip(scores, scores[1:], strict=False)) > 100 * TOLERANCE
+        assert min(np.abs(now - last).max() for last, now in pairwise(scores)) > 100 * TOLERANCE
         np.testing.assert_allclose(asyncio.run(engine.score([SEQUENCE]))[0], scores[0], atol=TOLERANCE)
 
     def test_the_base_is_served_beside_its_adapter(self, engine: RolloutEngine, model_dir: Path) -> None:
@@ -92,11 +93,10 @@ class AdapterChecks:
             groups = asyncio.run(ask())
         finally:
             self.restore(engine, model_dir)
-        served = {None: {7: merged(base, adapter)}, "base": {0: base}}
-        for group, request in zip(groups[:-1], [*requests, *requests[:4]], strict=True):
-            for sample in group:
-                check_sample(sample, model_dir, served[request.adapter])
-        check_sample(groups[-1][0], model_dir, served["base"])
+        asked = [request.adapter for request in [*requests, *requests[:4]]] + ["base"]
+        for name, versions in ((None, {7: merged(base, adapter)}), ("base", {0: base})):
+            samples = [sample for group, other in zip(groups, asked, strict=True) if other == name for sample in group]
+            check_samples(samples, model_dir, versions)
 
     def test_an_adapter_between_two_tokens_counts_from_the_next_one(
         self, engine: RolloutEngine, model_dir: Path
@@ -121,8 +121,8 @@ class AdapterChecks:
         versions = {0: base, 8: merged(base, first), 9: merged(base, second)}
         assert sample.policy_versions.tolist() == sorted(sample.policy_versions.tolist())
         assert len(set(sample.policy_versions.tolist())) > 1
-        check_sample(sample, model_dir, versions)
-        check_sample(beside, model_dir, {0: base})
+        check_samples([sample], model_dir, versions)
+        check_samples([beside], model_dir, {0: base})
 
     def test_all_weights_take_an_adapters_place(self, engine: RolloutEngine, model_dir: Path) -> None:
         base = load_file(model_dir / "model.safetensors")
@@ -132,8 +132,8 @@ class AdapterChecks:
         try:
             asyncio.run(self.publish(engine, model_dir, adapter, version=10))
             asyncio.run(self.take(engine, full, version=11, adapter=None))
-            for asked in (request, replace(request, adapter="base")):
-                check_sample(asyncio.run(engine.generate(asked))[0], model_dir, {11: full})
+            both = [asyncio.run(engine.generate(one))[0] for one in (request, replace(request, adapter="base"))]
+            check_samples(both, model_dir, {11: full})
             with refuses("model.norm.weight"):
                 asyncio.run(self.publish(engine, model_dir, adapter, version=12, less="model.norm.weight"))
         finally:
@@ -160,7 +160,7 @@ class AdapterChecks:
                     asyncio.run(self.publish(engine, model_dir, wrong, version=14))
             (sample,) = asyncio.run(engine.generate(short_request(seed=4)))
             np.testing.assert_allclose(asyncio.run(engine.score([SEQUENCE]))[0], before, atol=TOLERANCE)
-            check_sample(sample, model_dir, {13: merged(base, adapter)})
+            check_samples([sample], model_dir, {13: merged(base, adapter)})
         finally:
             self.restore(engine, model_dir)
 
@@ -208,15 +208,17 @@ class AdapterChecks:
         asyncio.run(self.take(engine, base, version=0, adapter=None))
 
 
-def check_sample(sample: Generation, model_dir: Path, versions: Mapping[int, Tensors]) -> None:
-    """Compare the logprobs of a response to PROMPT with those of the weights whose version each token has."""
-    sequence: IntArray = joined(PROMPT, sample)
-    assert set(sample.policy_versions.tolist()) <= versions.keys()
-    for version in set(sample.policy_versions.tolist()):
-        rows = reference_logprobs(model_dir, sequence, tensors=versions[version])
-        expected = token_logprobs(rows, sequence)[len(PROMPT) - 1 :]
-        here = sample.policy_versions == version
-        np.testing.assert_allclose(sample.logprobs[here], expected[here], atol=TOLERANCE)
+def check_samples(samples: Sequence[Generation], model_dir: Path, versions: Mapping[int, Tensors]) -> None:
+    """Compare the logprobs of responses to PROMPT with those of the weights whose version each token has."""
+    found = {version for sample in samples for version in sample.policy_versions.tolist()}
+    assert found <= versions.keys()
+    sequences: list[IntArray] = [joined(PROMPT, sample) for sample in samples]
+    for version in found:
+        rows = reference_rows(model_dir, sequences, tensors=versions[version])
+        for sample, sequence, row in zip(samples, sequences, rows, strict=True):
+            expected = token_logprobs(row, sequence)[len(PROMPT) - 1 :]
+            here = sample.policy_versions == version
+            np.testing.assert_allclose(sample.logprobs[here], expected[here], atol=TOLERANCE)
 
 
 def rank_of(adapter: Tensors) -> int:

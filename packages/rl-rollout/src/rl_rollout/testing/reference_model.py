@@ -29,6 +29,13 @@ def reference_logprobs(
     model_dir: Path, sequence: IntArray, *, tensors: Mapping[str, torch.Tensor] | None = None
 ) -> FloatArray:
     """[T, V] logprobs after each token, by transformers in float32; with other weights, all of them, where given."""
+    return reference_rows(model_dir, [sequence], tensors=tensors)[0]
+
+
+def reference_rows(
+    model_dir: Path, sequences: Sequence[IntArray], *, tensors: Mapping[str, torch.Tensor] | None = None
+) -> list[FloatArray]:
+    """`reference_logprobs` of each sequence; the model is loaded once."""
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False
     )
@@ -39,9 +46,8 @@ def reference_logprobs(
         for name, tensor in tensors.items():
             live[name].copy_(tensor)
     with torch.inference_mode():
-        logits = model(torch.from_numpy(sequence.astype(np.int64)).unsqueeze(0)).logits[0]
-    logprobs: FloatArray = logits.float().log_softmax(-1).numpy()
-    return logprobs
+        ids = [torch.from_numpy(sequence.astype(np.int64)).unsqueeze(0) for sequence in sequences]
+        return [model(one).logits[0].float().log_softmax(-1).numpy() for one in ids]
 
 
 def token_logprobs(rows: FloatArray, sequence: IntArray) -> FloatArray:

@@ -326,8 +326,8 @@ class ReplicatedEngine:
         if traits.vocab_size != present.vocab_size or any(has < wanted for wanted, has in zip(*limits, strict=True)):
             raise EngineError(
                 f"a replica must be equal to the others: a vocabulary of {present.vocab_size} tokens, max_model_len "
-                f"{present.max_model_len} and max_lora_rank {present.max_lora_rank} or more; found {traits.vocab_size}, "
-                f"{traits.max_model_len} and {traits.max_lora_rank} in {traits.name}."
+                f"{present.max_model_len} and max_lora_rank {present.max_lora_rank} or more; found "
+                f"{traits.vocab_size}, {traits.max_model_len} and {traits.max_lora_rank} in {traits.name}."
             )
 
     def _check_dispensable(self, replica: Replica) -> None:

@@ -59,8 +59,10 @@ class PublishedAdapter:
             self.version, self.base_version = None, update.version
         else:
             self.version = update.version
-        if not self._can_serve:
-            return
+        if self._can_serve:
+            self._follow(running)
+
+    def _follow(self, running: Sequence[tuple[Sample, Any]]) -> None:
         for sample, request in running:
             request.lora_request = self.request_of(sample)
             request.block_hashes.clear()

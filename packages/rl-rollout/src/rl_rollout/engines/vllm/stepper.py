@@ -147,13 +147,7 @@ class VLLMStepper:
         if update.adapter is None:
             check_update(update, tensors, self._shapes)
         else:
-            check_adapter(
-                update,
-                tensors,
-                matrices=self._adapter.matrices,
-                model=self._shapes,
-                max_lora_rank=self._traits.max_lora_rank,
-            )
+            check_adapter(update, tensors, self._shapes, self._traits)
         ranks = self._replace_weights(update)
         self.reset_prefix_cache()
         self._version = update.version

@@ -1,0 +1,68 @@
+"""What can be refused of `[lora]` before anything heavy starts."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from rl_core.errors import SettingsError
+from rl_distill import LoraOptions, PolicyConfig, adapted_modules
+from rl_trainer_parts.settings.schema import Settings
+
+OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
+FROM_LORA = ("max_lora_rank", "lora_target_modules")
+"""Options of engines that follow from `[lora]`."""
+
+
+def lora_problems(settings: Settings) -> Iterator[str]:
+    """Values and combinations that cannot work, whatever the files are."""
+    lora = settings.lora
+    yield from (f"lora.{problem}" for problem in lora.problems())
+    for name in FROM_LORA:
+        if value := getattr(settings.engine, name):
+            yield f"engine.{name} follows from [lora] in training; found {value!r}. Leave it out."
+    if not lora.rank:
+        yield from _without_rank(lora)
+    elif settings.policy.learner != "megatron":
+        yield (
+            f'lora.rank = {lora.rank} needs policy.learner = "megatron"; found {settings.policy.learner!r}, which '
+            "trains all weights."
+        )
+
+
+def _without_rank(lora: LoraOptions) -> Iterator[str]:
+    """Settings of an adapter in a run that would train all weights in silence."""
+    plain = LoraOptions()
+    found = [field.name for field in fields(lora) if getattr(lora, field.name) != getattr(plain, field.name)]
+    if found:
+        yield (
+            f"{', '.join(f'lora.{name}' for name in found)} set an adapter, but lora.rank = 0 trains all weights. "
+            "Set lora.rank, or leave them out."
+        )
+
+
+def lora_files(settings: Settings, config: PolicyConfig) -> Iterator[str]:
+    """Patterns that do not fit the policy, and an adapter to begin with that is none.
+
+    Args:
+        settings: Of the run.
+        config: Of its policy.
+    """
+    lora = settings.lora
+    if not lora.rank or any(lora.problems()):
+        return
+    try:
+        adapted_modules(config, lora)
+    except SettingsError as error:
+        yield from (f"lora.{line}" for line in str(error).splitlines())
+    if lora.path is not None:
+        yield from _adapter_folder(lora.path)
+
+
+def _adapter_folder(folder: Path) -> Iterator[str]:
+    if not folder.is_dir():
+        yield f"lora.path: {folder} is no folder. Give an adapter's in peft's format, such as a checkpoint's adapter/."
+    elif lacking := [name for name in OF_ADAPTERS if not (folder / name).is_file()]:
+        yield (
+            f"lora.path: {folder} has no {' and no '.join(lacking)}, so it is no adapter in peft's format. Give the "
+            "folder that peft's save_pretrained wrote, or a checkpoint's adapter/."
+        )

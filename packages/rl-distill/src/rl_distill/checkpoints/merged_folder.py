@@ -1,0 +1,82 @@
+"""A Hugging Face folder of a base model with a LoRA adapter merged into its weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import DataError
+from rl_core.files import shown
+from rl_core.record_fields import converts_arguments
+from rl_distill.checkpoints.adapter_checkpoint import TensorFingerprint, read_saved_adapter
+from rl_distill.checkpoints.checkpoint import DTYPES
+from rl_distill.checkpoints.hf_folder import PolicyTensors, write_policy_folder
+from rl_distill.checkpoints.peft_folder import AdapterFolder
+from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill.tensor_shapes import is_trained, tensor_shapes
+
+
+@converts_arguments
+def merge_adapter(adapter_dir: Path, target: Path, *, base: Path | None = None) -> None:
+    """Write base + scaling * B @ A, computed in float32 and stored as the base is, tensor by tensor.
+
+    Args:
+        adapter_dir: In peft's format; beside a checkpoint's `learner.json`, the base must be the one that trained.
+        target: A Hugging Face folder; is made where it does not exist, and has no weights yet.
+        base: Hugging Face folder of the base; None for the one that the adapter names.
+
+    Raises:
+        DataError: The adapter or the base cannot be used, or the base is not the adapter's.
+        SettingsError: The base's architecture is not supported.
+        CheckpointError: The checkpoint's `learner.json` cannot be read.
+    """
+    adapter = AdapterFolder(adapter_dir)
+    folder = base if base is not None else _named_base(adapter)
+    config_json = read_policy_config(folder)
+    config = parse_policy_config(config_json)
+    shapes = tensor_shapes(config)
+    for module, shape in adapter.modules.items():
+        if shapes.get(f"{module}.weight") != shape:
+            found = shapes.get(f"{module}.weight")
+            raise DataError(
+                f"{adapter_dir} adapts {shown(module, most=200)} of shape {list(shape)}; in the base model {folder} "
+                f"{'there is none' if found is None else f'it has shape {list(found)}'}. Name the adapter's own base."
+            )
+    tensors = PolicyTensors(folder, config)
+    _check_base(adapter_dir, folder, tensors, config)
+    write_policy_folder(target, config_json, _merged(tensors, config, adapter), source_dir=folder)
+
+
+def _named_base(adapter: AdapterFolder) -> Path:
+    if adapter.base is None or not Path(adapter.base).is_dir():
+        raise DataError(
+            f"{adapter.folder} names {shown(adapter.base, most=200)} as its base model, which is no folder here. Give "
+            "the folder of that model as `base` (`export --base FOLDER`)."
+        )
+    return Path(adapter.base)
+
+
+def _check_base(adapter_dir: Path, folder: Path, tensors: PolicyTensors, config: PolicyConfig) -> None:
+    """Refuse another base than the one that a checkpoint's adapter was trained on."""
+    saved = read_saved_adapter(adapter_dir.parent)
+    if saved is None:
+        return
+    fingerprint = TensorFingerprint(_whole(tensors, config, dtype=DTYPES[saved.dtype]))
+    if fingerprint.digest != saved.trained.base_digest:
+        raise DataError(
+            f"{folder} has other weights than the base model of {adapter_dir}. Name the folder that it was trained on."
+        )
+
+
+def _whole(tensors: PolicyTensors, config: PolicyConfig, *, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in turn; of None as it is stored."""
+    for name, shape in tensor_shapes(config).items():
+        wanted = (dtype or tensors.dtype(name)) if is_trained(name) else torch.float32
+        yield name, tensors.read(name, (0,) * len(shape), shape, dtype=wanted)
+
+
+def _merged(tensors: PolicyTensors, config: PolicyConfig, adapter: AdapterFolder) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in _whole(tensors, config, dtype=None):
+        module = name.removesuffix(".weight")
+        yield name, adapter.merged(module, tensor) if module in adapter.modules else tensor

@@ -1,0 +1,302 @@
+"""LoRA adapters in peft's format: `adapter_config.json` and `adapter_model.safetensors`.
+
+A and B are stored as they train; what B @ A is multiplied by follows from the configuration.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rl_core.errors import DataError
+from rl_core.files import StoredTensor, current_umask, read_json_object, read_safetensors_header, shown
+from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX
+from rl_distill.checkpoints.hf_folder import STORED_DTYPES
+from rl_distill.options import LoraOptions
+from rl_distill.tensor_shapes import Shape
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_ALPHA = 1e9
+
+_UNDERSTOOD = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights", "target_modules"}
+_WITHOUT_EFFECT = {
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying", "runtime_config"),
+}
+"""Fields that say nothing more of an adapter whose tensors are there. Any other field must be empty."""
+
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""What `init_lora_weights` may be: the others also change the base."""
+
+_REMEDIES = {
+    "modules_to_save": "Train it again without modules that are trained whole.",
+    "use_dora": "Train it again without DoRA, or merge it with peft's merge_and_unload.",
+    "bias": "Train it again with bias = none.",
+    "rank_pattern": "Train it again with one rank for all modules.",
+    "alpha_pattern": "Train it again with one alpha for all modules.",
+    "fan_in_fan_out": "Transpose its matrices: the policies' are stored as [out, in].",
+}
+_OTHER_REMEDY = "Merge it with peft's merge_and_unload, and go on from the merged model."
+
+
+class AdapterFolder:
+    """An adapter in peft's format, checked before anything is allocated.
+
+    Attributes:
+        folder: Where it lies.
+        options: Rank, alpha, rsLoRA and dropout; the target modules are the names of the adapted ones.
+        modules: The adapted matrices, [out, in] by Hugging Face's name, such as "model.layers.0.self_attn.q_proj".
+        base: The base model as the adapter names it: a folder, or a name on a hub; None where it names none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the configuration and the header of the tensors.
+
+        Raises:
+            DataError: A file is missing, torn or no plain one, or the adapter is one that cannot be used: says which
+                field or tensor, and what to do.
+        """
+        self.folder = folder
+        self._file = folder / WEIGHTS_FILE
+        config = read_json_object(folder / CONFIG_FILE)
+        _refuse_others(folder / CONFIG_FILE, config)
+        stored = read_safetensors_header(self._file)
+        self.modules = _modules(self._file, stored, rank=config["r"])
+        _check_targets(folder / CONFIG_FILE, config, self.modules)
+        base = config.get("base_model_name_or_path")
+        self.base = base if isinstance(base, str) and base else None
+        self.options = LoraOptions(
+            rank=config["r"],
+            alpha=float(config["lora_alpha"]),
+            rslora=bool(config.get("use_rslora")),
+            dropout=float(config.get("lora_dropout") or 0.0),
+            target_modules=tuple(self.modules),
+        )
+
+    def read(self, module: str) -> tuple[Tensor, Tensor]:
+        """A [rank, in] and B [out, rank] of a matrix, float32, B not multiplied by anything.
+
+        Raises:
+            DataError: They cannot be read.
+        """
+        try:
+            with safe_open(self._file, framework="pt") as file:
+                a, b = (file.get_tensor(PEFT_PREFIX + module + kind) for kind in (LORA_A, LORA_B))
+        except (SafetensorError, OSError) as cause:
+            raise DataError(f"{self._file}: the adapter of {module} cannot be read: {cause}") from cause
+        return a.to(torch.float32), b.to(torch.float32)
+
+    def merged(self, module: str, weight: Tensor) -> Tensor:
+        """A matrix [out, in] plus what the adapter adds to it, computed in float32; in the matrix's dtype.
+
+        Raises:
+            DataError: The adapter cannot be read.
+        """
+        a, b = self.read(module)
+        return torch.addmm(weight.to(torch.float32), b, a, alpha=self.options.scaling).to(weight.dtype)
+
+
+def read_adapter(folder: Path, options: LoraOptions, modules: Mapping[str, Shape]) -> dict[str, Tensor]:
+    """The A and B that a learner begins with, float32, B not multiplied by anything.
+
+    Args:
+        folder: In peft's format.
+        options: The learner's.
+        modules: The matrices that the learner adapts, [out, in] by Hugging Face's name.
+
+    Returns:
+        By Hugging Face's name and "lora_A.weight" or "lora_B.weight", without peft's prefix.
+
+    Raises:
+        DataError: It cannot be used, or has another rank, alpha, shape or other modules than the learner.
+    """
+    found = AdapterFolder(folder)
+    differences = adapter_differences(found.options, found.modules, options, modules)
+    differences += [
+        f"{name} is {list(found.modules[name])}, this policy's {list(shape)}"
+        for name, shape in modules.items()
+        if found.modules.get(name, shape) != tuple(shape)
+    ]
+    if differences:
+        raise DataError(
+            f"{folder} has another adapter: {'; '.join(differences[:8])}. Set [lora] as the adapter has it, or leave "
+            "out lora.path."
+        )
+    tensors: dict[str, Tensor] = {}
+    for name in modules:
+        tensors[name + LORA_A], tensors[name + LORA_B] = found.read(name)
+    return tensors
+
+
+def adapter_differences(
+    found: LoraOptions, found_modules: Iterable[str], own: LoraOptions, own_modules: Iterable[str]
+) -> list[str]:
+    """In what an adapter that was saved is not the one of a learner, such as "rank is 8, this learner's 16"."""
+    names = (("rank", "rank"), ("alpha", "alpha_in_use"), ("rslora", "rslora"))
+    pairs = [(name, getattr(found, field), getattr(own, field)) for name, field in names]
+    differences = [
+        f"{name} is {of_found}, this learner's {of_own}" for name, of_found, of_own in pairs if of_found != of_own
+    ]
+    more, less = sorted(set(found_modules) - set(own_modules)), sorted(set(own_modules) - set(found_modules))
+    for how, modules in (("also adapts", more), ("does not adapt", less)):
+        if modules:
+            rest = f" and {len(modules) - 1} others" if len(modules) > 1 else ""
+            differences.append(f"it {how} {shown(modules[0], most=120)}{rest}")
+    return differences
+
+
+def is_alpha(value: object) -> bool:
+    """Whether a value of a file can be an adapter's alpha."""
+    return isinstance(value, int | float) and type(value) is not bool and 0 < value < MAX_ALPHA
+
+
+def write_adapter(
+    folder: Path,
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    *,
+    options: LoraOptions,
+    matrices: Iterable[str],
+    base: Path | None,
+) -> None:
+    """Write an adapter that peft and transformers load.
+
+    Args:
+        folder: Is made where it does not exist, and has no adapter yet.
+        tensors: A and B of each module by Hugging Face's name and "lora_A.weight" or "lora_B.weight"; B as it trains.
+        options: Rank, alpha, rsLoRA and dropout.
+        matrices: Names of all the policy's tensors: target modules are named by their ends where that is clear.
+        base: Folder of the base model.
+
+    Raises:
+        DataError: The folder has an adapter.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if any((folder / name).exists() for name in (CONFIG_FILE, WEIGHTS_FILE)):
+        raise DataError(f"{folder} has an adapter; give a new folder, or remove it.")
+    named = {PEFT_PREFIX + name: tensor.detach().contiguous() for name, tensor in dict(tensors).items()}
+    save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / WEIGHTS_FILE).chmod(0o666 & ~current_umask())  # the library gives it 0600
+    modules = [name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A) for name in named if name.endswith(LORA_A)]
+    alpha = options.alpha_in_use
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if base is None else str(base.absolute()),
+        "inference_mode": True,
+        "r": options.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "use_rslora": options.rslora,
+        "lora_dropout": options.dropout,
+        "bias": "none",
+        "target_modules": _target_names(modules, matrices),
+    }
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def _target_names(modules: Iterable[str], matrices: Iterable[str]) -> list[str]:
+    """The last parts of the modules' names where these mean no other matrix, else the whole names."""
+    chosen = set(modules)
+    ends = {name.rpartition(".")[2] for name in chosen}
+    meant = {name.removesuffix(".weight") for name in matrices if name.endswith(".weight")}
+    return sorted(ends if {name for name in meant if name.rpartition(".")[2] in ends} == chosen else chosen)
+
+
+def _refuse_others(file: Path, config: Mapping[str, Any]) -> None:
+    """Refuse an adapter of another kind, or one that does more than add B @ A."""
+    if config.get("peft_type") != "LORA":
+        raise DataError(f"{file} must have peft_type LORA; found {shown(config.get('peft_type'))}. {_OTHER_REMEDY}")
+    for name, value in config.items():
+        is_empty = value in (None, False, {}, [], "none")
+        if name not in _UNDERSTOOD | _WITHOUT_EFFECT and not is_empty:
+            remedy = _REMEDIES.get(name, _OTHER_REMEDY)
+            raise DataError(f"{file} has {shown(name)} = {shown(value)}, which is not supported. {remedy}")
+    start = config.get("init_lora_weights")
+    if not isinstance(start, bool | str | None) or start not in _PLAIN_STARTS:
+        raise DataError(
+            f"{file} has init_lora_weights = {shown(start)}, which changed the base too. Convert it with peft's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)."
+        )
+    rank, alpha, dropout, rslora = (
+        config.get(name, default)
+        for name, default in (("r", None), ("lora_alpha", None), ("lora_dropout", 0), ("use_rslora", False))
+    )
+    is_possible = type(rank) is int and rank >= 1 and is_alpha(alpha) and type(rslora) is bool
+    if not is_possible or type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        raise DataError(
+            f"{file} must have r >= 1, lora_alpha above 0 and below {MAX_ALPHA:g}, lora_dropout below 1 and use_rslora "
+            f"true or false; found {shown(rank)}, {shown(alpha)}, {shown(dropout)} and {shown(rslora)}."
+        )
+
+
+def _modules(file: Path, stored: Mapping[str, StoredTensor], *, rank: int) -> dict[str, Shape]:
+    """The adapted matrices, [out, in] by name."""
+    names = dict.fromkeys(_module(file, name) for name in stored)
+    if not names:
+        raise DataError(f"{file} has no tensors; an adapter has an A and a B of each matrix that it changes.")
+    return {name: _matrix(file, name, stored, rank=rank) for name in names}
+
+
+def _module(file: Path, tensor: str) -> str:
+    for kind in (LORA_A, LORA_B):
+        if tensor.startswith(PEFT_PREFIX) and tensor.endswith(kind):
+            return tensor.removeprefix(PEFT_PREFIX).removesuffix(kind)
+    raise DataError(
+        f"{file} has a tensor {shown(tensor, most=200)}, which is no A or B of a matrix: names are such as "
+        f"{PEFT_PREFIX}model.layers.0.self_attn.q_proj{LORA_A}. {_OTHER_REMEDY}"
+    )
+
+
+def _matrix(file: Path, module: str, stored: Mapping[str, StoredTensor], *, rank: int) -> Shape:
+    """Output and input size of a matrix whose A and B are as they must be."""
+    sizes = []
+    for kind, axis in ((LORA_A, 0), (LORA_B, 1)):
+        tensor = PEFT_PREFIX + module + kind
+        if tensor not in stored:
+            raise DataError(f"{file} has no tensor {shown(tensor, most=200)}; the other one of its matrix is there.")
+        found = stored[tensor]
+        if len(found.shape) != 2 or found.shape[axis] != rank or 0 in found.shape:
+            wanted = f"[{rank}, in]" if axis == 0 else f"[out, {rank}]"
+            raise DataError(
+                f"{file}: tensor {shown(tensor, most=200)} must have shape {wanted}, as r is {rank} in {CONFIG_FILE}; "
+                f"found {list(found.shape)}."
+            )
+        if found.dtype not in STORED_DTYPES:
+            raise DataError(
+                f"{file}: tensor {shown(tensor, most=200)} must be stored as one of {', '.join(STORED_DTYPES)}; found "
+                f"{found.dtype}."
+            )
+        sizes.append(found.shape[1 - axis])
+    inputs, outputs = sizes
+    return (outputs, inputs)
+
+
+def _check_targets(file: Path, config: Mapping[str, Any], modules: Mapping[str, Shape]) -> None:
+    """Refuse tensors that target modules do not name, and the reverse. A pattern in their place is left to peft."""
+    targets = config.get("target_modules")
+    if targets is None or isinstance(targets, str):
+        return
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise DataError(f"{file} must have names or a pattern as target_modules; found {shown(targets)}.")
+    named = set(targets)
+    met = {end for module in modules for end in _ends(module) if end in named}
+    unnamed = next((module for module in modules if named.isdisjoint(_ends(module))), None)
+    missing = min(named - met, default=None)
+    if unnamed is not None:
+        raise DataError(f"{file} does not name {shown(unnamed)} among target_modules; {WEIGHTS_FILE} has it.")
+    if missing is not None and not config.get("exclude_modules"):
+        raise DataError(f"{file} has {shown(missing)} among target_modules; {WEIGHTS_FILE} has no such matrix.")
+
+
+def _ends(module: str) -> Iterator[str]:
+    """A module's name, and what is left of it behind each dot."""
+    while module:
+        yield module
+        module = module.partition(".")[2]

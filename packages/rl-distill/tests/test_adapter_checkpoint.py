@@ -1,0 +1,217 @@
+"""Checkpoints of adapters: A, B and moments alone; they go on bit for bit in any layout, on their own base alone."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl_core.data.batch import Batch
+from rl_core.errors import CheckpointError, DataError
+from rl_core.weights import PEFT_PREFIX
+from rl_distill.checkpoints.checkpoint import read_header, state_shapes
+from rl_distill.checkpoints.merged_folder import merge_adapter
+from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
+from rl_distill.learner import LearnerOptions
+from rl_distill.lora_targets import adapter_shapes
+from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.options import LoraOptions, ParallelOptions
+from rl_distill.policy_config import parse_policy_config, read_policy_config
+from rl_distill.supervised import supervised_objective
+from rl_distill.torch_learner import TorchLearner
+
+MakeBatch = Callable[..., Batch]
+LENGTHS = (7, 3, 12, 3)
+OPTIONS = LearnerOptions(
+    learning_rate=1e-2, warmup_steps=2, decay_steps=9, num_threads=1, micro_batch_tokens=16, eps=1e-6
+)
+LORA = LoraOptions(rank=4, alpha=6, rslora=True)
+
+
+def train(learner: Any, make_batch: MakeBatch, seeds: range) -> list[Any]:
+    return [learner.train_step(make_batch(LENGTHS, seed=seed), supervised_objective) for seed in seeds]
+
+
+def contents(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint's state."""
+    folder = TensorFolder(checkpoint / "state")
+    pieces = [
+        Piece(name=name, shape=shape, offsets=(0,) * len(shape), tensor=torch.zeros(shape))
+        for name, shape in folder.shapes().items()
+    ]
+    folder.read(pieces)
+    return {piece.name: piece.tensor for piece in pieces}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+@pytest.fixture(scope="module")
+def saved(tied_policy: Path, make_batch: MakeBatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two steps."""
+    directory = tmp_path_factory.mktemp("adapter-checkpoint")
+    learner = MegatronLearner(tied_policy, OPTIONS, lora=LORA)
+    train(learner, make_batch, range(2))
+    learner.save(directory)
+    return directory
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_is_the_uninterrupted_one(dtype: str, untied_policy: Path, make_batch: MakeBatch, tmp_path: Path):
+    options, lora = replace(OPTIONS, dtype=dtype), replace(LORA, dropout=0.1)
+    learner = MegatronLearner(untied_policy, options, lora=lora)
+    train(learner, make_batch, range(2))
+    learner.save(tmp_path / "checkpoint")
+
+    fresh = MegatronLearner(untied_policy, options, lora=lora)
+    train(fresh, make_batch, range(20, 22))  # its own moments and steps must not survive the load
+    fresh.load(tmp_path / "checkpoint")
+
+    assert fresh.step == 2
+    assert train(fresh, make_batch, range(2, 4)) == train(learner, make_batch, range(2, 4))
+    assert_same(dict(fresh.export_adapter()), dict(learner.export_adapter()))
+
+
+LAYOUTS = [
+    ParallelOptions(ranks=2, tensor=2, sequence=True),
+    ParallelOptions(ranks=2, pipeline=2),
+    ParallelOptions(ranks=2, distributed_optimizer=True),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["TP2SP", "PP2", "DP2"])
+def test_a_checkpoint_goes_into_other_layouts_and_back(
+    layout: ParallelOptions, saved: Path, tied_policy: Path, two_ranks: Any, tmp_path: Path
+):
+    spread = MegatronLearner(tied_policy, OPTIONS, ranks=two_ranks.in_layout(layout), lora=LORA)
+    spread.load(saved)
+    spread.save(tmp_path / "spread")
+    alone = MegatronLearner(tied_policy, OPTIONS, lora=LORA)
+    alone.load(tmp_path / "spread")
+    alone.save(tmp_path / "alone")
+
+    for folder in (tmp_path / "spread", tmp_path / "alone"):
+        assert_same(contents(folder), contents(saved))
+        for name in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "learner.json"):
+            assert (folder / name).read_bytes() == (saved / name).read_bytes()
+
+
+def test_it_has_the_adapter_and_its_moments_alone(saved: Path, tied_policy: Path):
+    shapes = adapter_shapes(parse_policy_config(read_policy_config(tied_policy)), LORA)
+    state, adapter = contents(saved), load_file(saved / "adapter" / "adapter_model.safetensors")
+
+    assert sorted(path.name for path in saved.iterdir()) == ["adapter", "learner.json", "state"]
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == state_shapes(shapes)
+    assert all(bool(tensor.abs().sum() > 0) for tensor in state.values())
+    assert_same({PEFT_PREFIX + name: state[f"weights/{name}"] for name in shapes}, adapter)
+
+
+def test_a_learner_begins_with_the_adapter_of_a_checkpoint(saved: Path, tied_policy: Path, tmp_path: Path):
+    learner = MegatronLearner(tied_policy, OPTIONS, lora=LORA)
+    learner.load(saved)
+    begun = MegatronLearner(tied_policy, OPTIONS, lora=replace(LORA, path=saved / "adapter"))
+    assert begun.step == 0
+    assert_same(dict(begun.export_adapter()), dict(learner.export_adapter()))
+    with pytest.raises(DataError, match="rank is 4, this learner's 8"):
+        MegatronLearner(tied_policy, OPTIONS, lora=replace(LORA, rank=8, path=saved / "adapter"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_merge_is_what_the_learner_exports(dtype: str, family_policy: Path, make_batch: MakeBatch, tmp_path: Path):
+    options = replace(OPTIONS, dtype=dtype)
+    learner = MegatronLearner(family_policy, options, lora=LORA)
+    train(learner, make_batch, range(2))
+    learner.save(tmp_path / "saved")
+    merge_adapter(tmp_path / "saved" / "adapter", tmp_path / "merged")
+
+    merged, batch = MegatronLearner(tmp_path / "merged", options), make_batch(LENGTHS, seed=5)
+    if dtype == "float32":
+        assert_same(dict(merged.export_weights()), dict(learner.export_weights()))
+        np.testing.assert_allclose(merged.logprobs(batch).values, learner.logprobs(batch).values, rtol=0, atol=1e-5)
+    else:  # the folder is merged in its own float32, and rounded when it is loaded
+        exported = learner.export_weights()
+        for name, tensor in merged.export_weights().items():
+            torch.testing.assert_close(tensor.float(), exported[name].float(), rtol=2**-6, atol=2**-9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rank": 8}, "rank is 4, this learner's 8. Set .lora. as it was"),
+        ({"alpha": None}, r"alpha is 6\.0, this learner's 8\.0"),
+        ({"rslora": False}, "rslora is True, this learner's False"),
+        ({"target_modules": ("q_proj",)}, r"it also adapts 'model\.layers\.0\.mlp\.down_proj' and 11 others"),
+        ({"rank": 0}, "trained an adapter; this one trains all weights. Set lora.rank = 4"),
+    ],
+    ids=str,
+)
+def test_another_adapter_does_not_go_on(changes: dict[str, Any], says: str, saved: Path, tied_policy: Path):
+    learner = MegatronLearner(tied_policy, OPTIONS, lora=replace(LORA, **changes))
+    before = {name: tensor.clone() for name, tensor in learner.export_weights().items()}
+    with pytest.raises(CheckpointError, match=says):
+        learner.load(saved)
+    assert learner.step == 0
+    assert_same(dict(learner.export_weights()), before)
+
+
+def test_full_training_and_adapters_do_not_go_on_as_each_other(saved: Path, tied_policy: Path, tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"trained an adapter; this one trains all weights. Set lora\.rank = 4"):
+        TorchLearner(tied_policy, OPTIONS).load(saved)
+    MegatronLearner(tied_policy, OPTIONS).save(tmp_path / "full")
+    with pytest.raises(CheckpointError, match=r"trained all weights; this one trains an adapter. Set lora\.rank = 0"):
+        MegatronLearner(tied_policy, OPTIONS, lora=LORA).load(tmp_path / "full")
+
+
+def test_an_adapter_belongs_to_its_base(
+    saved: Path, tied_policy: Path, policy_writer: Callable[..., Path], tmp_path: Path
+):
+    other, small = tmp_path / "other", policy_writer(tmp_path / "small", num_hidden_layers=1)
+    full = MegatronLearner(tied_policy, OPTIONS)
+    weights = dict(full.export_weights())
+    weights["model.norm.weight"][3] += 1e-3
+    full.save(tmp_path / "changed")
+    (tmp_path / "changed" / "policy").rename(other)
+
+    with pytest.raises(CheckpointError, match="of an adapter of another base: it was trained on the model that was in"):
+        MegatronLearner(other, OPTIONS, lora=LORA).load(saved)
+    with pytest.raises(CheckpointError, match="of another model: num_layers is 2, this policy's 1"):
+        MegatronLearner(small, OPTIONS, lora=LORA).load(saved)
+    with pytest.raises(DataError, match="has other weights than the base model of"):
+        merge_adapter(saved / "adapter", tmp_path / "merged", base=other)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        None,
+        [],
+        {},
+        {"rank": True},
+        {"rank": 0},
+        {"alpha": 10**400},
+        {"alpha": "6"},
+        {"rslora": 1},
+        {"modules": "q_proj"},
+        {"modules": [1]},
+        {"base": None},
+        {"base": {"path": 3, "digest": "0"}},
+        {"base": {"path": None, "digest": 0}},
+        {"base": {"path": None}},
+    ],
+    ids=str,
+)
+def test_a_header_that_no_learner_writes_is_refused(adapter: Any, saved: Path, tied_policy: Path, tmp_path: Path):
+    header = json.loads((saved / "learner.json").read_text())
+    is_part = isinstance(adapter, dict) and adapter
+    header["adapter"] = {**header["adapter"], **adapter} if is_part else adapter
+    (tmp_path / "learner.json").write_text(json.dumps(header))
+    config = parse_policy_config(read_policy_config(tied_policy))
+    with pytest.raises(CheckpointError, match="must say rank, alpha, rslora and modules of its adapter"):
+        read_header(tmp_path, config=config, dtype="float32")
