@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from _learner_protocol import peak_bytes
 from _learner_workload import make_rows
-from _lora_workload import DECODE, FULL, MAX_TOKENS, MERGED, OURS, PEFT, PRESETS, RECOMPUTE
+from _lora_workload import DECODE, FULL, MAX_TOKENS, OURS, PEFT, PRESETS, RECOMPUTE
 from _protocol import private_stdout, versions, write
 
 ENGINE = "lora_engine"

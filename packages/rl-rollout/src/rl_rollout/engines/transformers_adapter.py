@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from rl_core.data import FloatArray
 from rl_core.errors import EngineError
-from rl_core.weights import probe_tensor
-from rl_core.weights.update import LORA_A
+from rl_core.weights import LORA_A, probe_tensor
 from rl_rollout.engines.weight_checks import module_of
 
 NAME = "published"
