@@ -124,7 +124,11 @@ MODES = {
         "distillation__used_as": "reward",
         "distillation__use_task_rewards": True,
     },
-    "a loss beside rewards": {"distillation__loss": "reverse_kl", "distillation__use_task_rewards": True},
+    "an adapter's loss beside rewards": {
+        "distillation__loss": "reverse_kl",
+        "distillation__use_task_rewards": True,
+        "lora__rank": 4,
+    },
 }
 
 

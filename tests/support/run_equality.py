@@ -17,11 +17,16 @@ ASIDE = frozenset({"slowest_session", "health_finding", "health_finding_over"})
 
 
 def learnt(run: TinyRun, *, step: int = 4) -> dict[str, bytes]:
-    """Every file of the last checkpoint but those with wall times."""
+    """Every file of the last checkpoint but those with wall times; an adapter's names its base, in the run's folder."""
     folder = run.run_folder / "checkpoints" / f"step_{step}"
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     timed = ("trainer.json", "manifest.json")
-    return {str(file.relative_to(folder)): file.read_bytes() for file in files if file.name not in timed}
+    place = str(run.folder).encode()
+    return {
+        str(file.relative_to(folder)): file.read_bytes().replace(place, b"FOLDER")
+        for file in files
+        if file.name not in timed
+    }
 
 
 def metrics_without_clock(run: TinyRun) -> list[tuple[int, dict[str, float]]]:

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rl_core.data import FloatArray, IntArray
 from rl_core.errors import WeightProofError
 from rl_core.weights import (
     AdapterUpdate,
     Canary,
     ProofTolerances,
     PublishReport,
+    RoutedScores,
     SharedFileTransport,
     TensorTransport,
     WeightReceipt,
@@ -70,10 +72,10 @@ class FakeEngine:
     def corrupt(self) -> None:
         """What goes wrong."""
 
-    async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         return [np.zeros(len(sequence), np.float32) for sequence in sequences]
 
-    async def score_with_experts(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
         raise NotImplementedError
 
 
@@ -102,7 +104,8 @@ def test_tensors_are_handed_over_with_what_they_are() -> None:
     assert update.adapter is not None
     assert update.tensors is not None
     assert list(update.digests) == list(update.tensors) == [A, B]
-    assert (update.adapter.rank, update.served.keys()) == (2, {A, B, *base()})
+    assert update.adapter.rank == 2
+    assert set(update.served) == {A, B, *base()}
 
 
 def test_a_file_holds_the_adapter_alone(tmp_path: Path) -> None:

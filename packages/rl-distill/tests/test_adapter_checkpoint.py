@@ -1,6 +1,8 @@
 """Checkpoints of adapters: A, B and moments alone; they go on bit for bit in any layout, on their own base alone."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from rl_core.data.batch import Batch
 from rl_core.errors import CheckpointError, DataError
@@ -25,6 +28,7 @@ from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_distill.supervised import supervised_objective
 from rl_distill.torch_learner import TorchLearner
 
+KILLER = Path(__file__).parent / "adapter_killer.py"
 MakeBatch = Callable[..., Batch]
 LENGTHS = (7, 3, 12, 3)
 OPTIONS = LearnerOptions(
@@ -79,28 +83,32 @@ def test_a_resumed_run_is_the_uninterrupted_one(dtype: str, untied_policy: Path,
     assert_same(dict(fresh.export_adapter()), dict(learner.export_adapter()))
 
 
-LAYOUTS = [
-    ParallelOptions(ranks=2, tensor=2, sequence=True),
-    ParallelOptions(ranks=2, pipeline=2),
-    ParallelOptions(ranks=2, distributed_optimizer=True),
-]
+LAYOUTS = {
+    "TP2SP": ParallelOptions(ranks=2, tensor=2, sequence=True),
+    "PP2": ParallelOptions(ranks=2, pipeline=2),
+    "DP2": ParallelOptions(ranks=2, distributed_optimizer=True),
+    "EP2": ParallelOptions(ranks=2, expert=2),
+}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["TP2SP", "PP2", "DP2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_goes_into_other_layouts_and_back(
-    layout: ParallelOptions, saved: Path, tied_policy: Path, two_ranks: Any, tmp_path: Path
+    layout: str, tied_policy: Path, mixture_policy: Path, make_batch: MakeBatch, two_ranks: Any, tmp_path: Path
 ):
-    spread = MegatronLearner(tied_policy, OPTIONS, ranks=two_ranks.in_layout(layout), lora=LORA)
-    spread.load(saved)
+    policy = mixture_policy if layout == "EP2" else tied_policy
+    alone = MegatronLearner(policy, OPTIONS, lora=LORA)
+    train(alone, make_batch, range(2))
+    alone.save(tmp_path / "first")
+    spread = MegatronLearner(policy, OPTIONS, ranks=two_ranks.in_layout(LAYOUTS[layout]), lora=LORA)
+    spread.load(tmp_path / "first")
     spread.save(tmp_path / "spread")
-    alone = MegatronLearner(tied_policy, OPTIONS, lora=LORA)
-    alone.load(tmp_path / "spread")
-    alone.save(tmp_path / "alone")
+    again = MegatronLearner(policy, OPTIONS, lora=LORA)
+    again.load(tmp_path / "spread")
 
-    for folder in (tmp_path / "spread", tmp_path / "alone"):
-        assert_same(contents(folder), contents(saved))
-        for name in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "learner.json"):
-            assert (folder / name).read_bytes() == (saved / name).read_bytes()
+    assert train(again, make_batch, range(2, 4)) == train(alone, make_batch, range(2, 4))
+    assert_same(contents(tmp_path / "spread"), contents(tmp_path / "first"))
+    for name in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "learner.json"):
+        assert (tmp_path / "spread" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
 
 
 def test_it_has_the_adapter_and_its_moments_alone(saved: Path, tied_policy: Path):
@@ -123,22 +131,44 @@ def test_a_learner_begins_with_the_adapter_of_a_checkpoint(saved: Path, tied_pol
         MegatronLearner(tied_policy, OPTIONS, lora=replace(LORA, rank=8, path=saved / "adapter"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_merge_is_what_the_learner_exports(dtype: str, family_policy: Path, make_batch: MakeBatch, tmp_path: Path):
-    options = replace(OPTIONS, dtype=dtype)
-    learner = MegatronLearner(family_policy, options, lora=LORA)
+def test_a_merge_of_every_family_is_what_the_learner_exports(
+    family_policy: Path, make_batch: MakeBatch, tmp_path: Path
+):
+    learner = MegatronLearner(family_policy, OPTIONS, lora=LORA)
     train(learner, make_batch, range(2))
     learner.save(tmp_path / "saved")
     merge_adapter(tmp_path / "saved" / "adapter", tmp_path / "merged")
 
-    merged, batch = MegatronLearner(tmp_path / "merged", options), make_batch(LENGTHS, seed=5)
-    if dtype == "float32":
-        assert_same(dict(merged.export_weights()), dict(learner.export_weights()))
-        np.testing.assert_allclose(merged.logprobs(batch).values, learner.logprobs(batch).values, rtol=0, atol=1e-5)
-    else:  # the folder is merged in its own float32, and rounded when it is loaded
-        exported = learner.export_weights()
-        for name, tensor in merged.export_weights().items():
-            torch.testing.assert_close(tensor.float(), exported[name].float(), rtol=2**-6, atol=2**-9)
+    merged, batch = MegatronLearner(tmp_path / "merged", OPTIONS), make_batch(LENGTHS, seed=5)
+    assert_same(dict(merged.export_weights()), dict(learner.export_weights()))
+    np.testing.assert_allclose(merged.logprobs(batch).values, learner.logprobs(batch).values, rtol=0, atol=1e-5)
+    assert (tmp_path / "merged" / "tokenizer_config.json").read_text() == '{"made": "for a test"}'
+    _, said = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(said.values()), said
+
+
+def test_an_adapter_in_bfloat16_merges_into_a_base_in_float32(tied_policy: Path, make_batch: MakeBatch, tmp_path: Path):
+    options = replace(OPTIONS, dtype="bfloat16")
+    learner = MegatronLearner(tied_policy, options, lora=LORA)
+    train(learner, make_batch, range(2))
+    learner.save(tmp_path / "saved")
+    merge_adapter(tmp_path / "saved" / "adapter", tmp_path / "merged")
+
+    exported = learner.export_weights()
+    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, exported[name].float(), rtol=2**-6, atol=2**-9)
+
+
+def test_killed_anywhere_the_old_or_the_new_one_is_whole(tied_policy: Path, tmp_path: Path):
+    """A process is killed with SIGKILL before every sixth of its operations on files: see adapter_killer.py."""
+    command = [sys.executable, KILLER, tmp_path, tied_policy]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
+    *killed, undisturbed = [json.loads(line) for line in done.stdout.splitlines()]
+
+    assert len(killed) > 6
+    assert undisturbed == {"killed": False, "step": 2, "is_equal": True}
+    assert {(row["killed"], row["is_equal"]) for row in killed} == {(True, True)}
+    assert {row["step"] for row in killed} <= {1, 2}
 
 
 @pytest.mark.parametrize(

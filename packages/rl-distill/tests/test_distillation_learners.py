@@ -14,6 +14,7 @@ import transformers
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError, SettingsError
+from rl_core.weights import LORA_A, PEFT_PREFIX
 from rl_distill.learner import LearnerOptions, StepResult
 from rl_distill.megatron import model as megatron_model
 from rl_distill.megatron.learner import MegatronLearner
@@ -26,7 +27,7 @@ from rl_distill.objectives.distillation import (
     with_distillation_advantages,
 )
 from rl_distill.objectives.policy import PolicyObjectiveOptions, policy_objective
-from rl_distill.options import ParallelOptions
+from rl_distill.options import LoraOptions, ParallelOptions
 from rl_distill.parallel_layout import teacher_layout
 from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_distill.torch_learner import TorchLearner
@@ -109,6 +110,27 @@ def assert_same(found: StepResult, expected: StepResult, *, tolerance: float) ->
     assert found.metrics.keys() == expected.metrics.keys()
     for name, value in expected.metrics.items():
         assert found.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("name", ["full forward", "reverse"])
+def test_an_adapter_learns_what_plain_torch_learns(
+    name: str, tied_policy: Path, big_teacher: Path, make_batch: Any
+) -> None:
+    """B begins at zero: its gradient is that of the weight times A, and A has none."""
+    teachers, lora = teachers_of(name, big_teacher, tied_policy), LoraOptions(rank=2, alpha=3.0)
+    batch, wanted = taught(make_batch(LENGTHS), teachers), objective(name, has_tasks=False)
+    plain, learner = TorchLearner(tied_policy, OPTIONS), MegatronLearner(tied_policy, OPTIONS, lora=lora)
+    first = {name: tensor.clone() for name, tensor in learner.export_adapter().items() if name.endswith(LORA_A)}
+
+    found, expected = (step_of(one, batch, wanted, teachers) for one in (learner, plain))
+
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    weights = {
+        name: plain._parameters[f"{name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A)}.weight"] for name in first
+    }
+    gradients = [weights[name].grad @ a.T for name, a in first.items()]
+    norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
+    assert found.grad_norm == pytest.approx(lora.scaling * norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("has_tasks", [False, True], ids=["alone", "with tasks"])

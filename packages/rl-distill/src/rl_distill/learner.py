@@ -150,7 +150,8 @@ class Learner(Scorer, Protocol):
         """Write a checkpoint into an empty directory.
 
         `policy/` is a Hugging Face folder of the weights, `state/` has float32 weights and Adam's moments in torch's
-        distributed format, which loads under any parallel layout, and `learner.json` the step; it is written last.
+        distributed format, which loads under any parallel layout, and `learner.json` the step; it is written last. Of
+        an adapter, `adapter/` in peft's format takes the place of `policy/`, and `state/` has nothing of the base.
 
         Args:
             directory: Is made where it does not exist.

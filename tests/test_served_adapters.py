@@ -1,0 +1,85 @@
+"""A learner's adapter in the transformers engine, beside its base and merged into it, against peft."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rl_core.weights import Canary, ProofTolerances, SharedFileTransport, WeightUpdate
+from rl_distill.learner import LearnerOptions
+from rl_distill.learners import Learners
+from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.options import LoraOptions
+from rl_rollout.engines import publish_to
+from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
+from rl_rollout.testing import make_tiny_model
+
+SEQUENCE = np.arange(2, 26, dtype=np.int32)
+ADAPTER = {"r": 4, "lora_alpha": 6, "use_rslora": True, "target_modules": "all-linear"}
+
+
+class Adapted:
+    """A learner that began with an adapter of peft's, whose A and B are random."""
+
+    def __init__(self, folder: Path) -> None:
+        self.base = make_tiny_model(folder / "base", is_tied=True)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+        theirs = get_peft_model(model, LoraConfig(**ADAPTER, init_lora_weights=False))
+        theirs.save_pretrained(folder / "adapter")
+        lora = LoraOptions(rank=4, alpha=6, rslora=True, path=folder / "adapter")
+        learner = MegatronLearner(self.base, LearnerOptions(num_threads=1), lora=lora)
+        self.learners = Learners(policy=learner, reference=None, critic=None, close=lambda: None, lora=lora)
+        self.logprobs = said(theirs)
+        self.merged = theirs.merge_and_unload()
+
+    def pack(self, transport: SharedFileTransport, *, serving: str) -> WeightUpdate:
+        self.learners = replace(self.learners, lora=replace(self.learners.lora, serving=serving))
+        return self.learners.pack(transport, version=3)
+
+
+def said(model: PeftModel) -> np.ndarray:
+    """[T] logprobs of the sequence's tokens."""
+    ids = torch.from_numpy(SEQUENCE.astype(np.int64))[None]
+    with torch.no_grad():
+        logprobs = model.eval()(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    return np.concatenate([[0.0], logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy()]).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
+    adapted = Adapted(tmp_path_factory.mktemp("adapted"))
+    yield adapted
+    adapted.learners.policy.close()
+
+
+@pytest.mark.parametrize(("serving", "room"), [("adapter", 4), ("merged", 0), ("merged", 4)])
+def test_an_engine_serves_what_peft_computes(serving: str, room: int, adapted: Adapted) -> None:
+    """Merged weights go to any engine, as all weights always went, and are those of peft's merge."""
+    transport = SharedFileTransport()
+    engine = TransformersEngine(adapted.base, TransformersOptions(max_lora_rank=room))
+    canary = Canary(sequences=[SEQUENCE], logprobs=[adapted.logprobs])
+
+    async def serve() -> np.ndarray:
+        await engine.start()
+        update = adapted.pack(transport, serving=serving)
+        assert (update.adapter is not None) == (serving == "adapter")
+        if update.adapter is None:
+            assert update.file is not None
+            theirs = adapted.merged.state_dict()
+            for name, tensor in load_file(update.file).items():
+                torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-6)
+        await publish_to(engine, update, canary=canary, tolerances=ProofTolerances(canary=1e-5))
+        (scores,) = await engine.score([SEQUENCE])
+        await engine.close()
+        return scores
+
+    np.testing.assert_allclose(asyncio.run(serve()), adapted.logprobs, rtol=0, atol=1e-5)
+    transport.close()
