@@ -65,9 +65,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
 
 
 @pytest.mark.parametrize(("serving", "room"), [("adapter", 4), ("merged", 0), ("merged", 4)])
-def test_an_engine_serves_what_peft_computes(
-    serving: Serving, room: int, adapted: Adapted
-) -> None:
+def test_an_engine_serves_what_peft_computes(serving: Serving, room: int, adapted: Adapted) -> None:
     """Merged weights go to any engine, as all weights always went, and are those of peft's merge."""
     transport = SharedFileTransport()
     engine = TransformersEngine(adapted.base, TransformersOptions(max_lora_rank=room))
