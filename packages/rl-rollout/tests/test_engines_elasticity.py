@@ -116,17 +116,6 @@ def test_a_replica_of_another_model_is_refused() -> None:
     run_with([Held(1)], work)
 
 
-def test_a_replica_with_less_room_for_adapters_is_refused() -> None:
-    first = ScriptedEngine({}, traits=replace(DEFAULT_TRAITS, max_lora_rank=8))
-
-    async def work(engine: ReplicatedEngine) -> None:
-        assert engine.traits.max_lora_rank == 8
-        with pytest.raises(EngineError, match=r"max_lora_rank 8 or more; found .* and 4 in scripted"):
-            await engine.add(ScriptedEngine({}, traits=replace(DEFAULT_TRAITS, max_lora_rank=4)))
-
-    run_with([first], work)
-
-
 def test_a_replica_that_is_added_pauses_with_the_others() -> None:
     first, second = Held(1), Held(2)
 
