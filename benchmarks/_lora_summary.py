@@ -76,7 +76,7 @@ def comparisons(found: Found) -> list[dict[str, Any]]:
         updates = {name: sides[OURS].of_updates(name) or 0.0 for name in sides[OURS].updates[0]}
         ratio = updates["num_bytes"] / updates["tensor_bytes"]
         compared.append(claim("update", "bytes, of those of A and B", ratio, 1.05))
-        compared.append(claim("update", "ms, slot and read-back", updates["slot_ms"], 15.0))
+        compared.append(claim("update", "ms, slot and read-back", updates["update_ms"], 15.0))
         compared.append(claim("update", "ms, with base probes and canary", updates["proven_ms"], 100.0))
     return compared
 

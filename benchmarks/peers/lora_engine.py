@@ -3,8 +3,10 @@
 import asyncio
 import pickle
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,15 +15,24 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_core.data import IntArray
-from rl_core.weights import AdapterUpdate, Canary, ProofTolerances, TensorTransport, WeightUpdate, digest_tensors
-from rl_core.weights import publish_weights
+from rl_core.weights import (
+    LORA_A,
+    LORA_B,
+    PEFT_PREFIX,
+    AdapterUpdate,
+    Canary,
+    ProofTolerances,
+    TensorTransport,
+    WeightUpdate,
+    digest_tensors,
+    publish_weights,
+)
 from rl_rollout import SamplingParams
 from rl_rollout.engines import GenerateRequest, RolloutEngine, TransformersOptions, VLLMOptions
 from rl_rollout.engines.transformers import TransformersEngine
 from rl_rollout.engines.vllm import VLLMEngine
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 SCALING = 2.0
 NUM_CANARIES, CANARY_TOKENS = 4, 32
 
@@ -52,6 +63,7 @@ class Engine:
             self._engine = VLLMEngine(folder / POLICY, options)
         self._vocab_size, self._max_tokens = PRESETS[preset].policy["vocab_size"], MAX_TOKENS[preset]
         self._version = 0
+        self._slot_s = timed_slot() if system == OURS and not is_quick else None
         self._canary = asyncio.run(self._start())
 
     async def _start(self) -> Canary:
@@ -61,15 +73,22 @@ class Engine:
         return Canary(sequences=sequences, logprobs=await self._engine.score(sequences))
 
     def update(self) -> dict[str, float]:
-        """Take the weights again, as a new version: until they are served, and until that is proven."""
+        """Take the weights again, as a new version.
+
+        Returns:
+            update_ms, of vLLM's adapter what its slot takes and its read-back, else until an engine has answered;
+            proven_ms, with probes of all weights and the canary; num_bytes of tensors and message, and tensor_bytes.
+        """
         return asyncio.run(self._update())
 
     async def _update(self) -> dict[str, float]:
-        update = self._pack()
+        update, slot_s = self._pack(), self._slot_s
+        if slot_s is not None:
+            slot_s.clear()
         started = time.perf_counter()
         report = await publish_weights(update, [self._engine], canary=self._canary, tolerances=ProofTolerances())
         return {
-            "update_ms": 1e3 * report.update_s,
+            "update_ms": 1e3 * (report.update_s if slot_s is None else sum(slot_s)),
             "proven_ms": 1e3 * (time.perf_counter() - started),
             "num_bytes": num_bytes(update),
             "tensor_bytes": sum(tensor.nbytes for tensor in self._tensors.values()),
@@ -94,13 +113,33 @@ class Engine:
         return np.random.default_rng(seed).integers(2, self._vocab_size, (rows, tokens), dtype=np.int32)
 
 
+def timed_slot() -> list[float]:
+    """Seconds of each call by which vLLM's worker writes an adapter into its slot or reads it back, from now on."""
+    from rl_rollout.engines.vllm.adapter_slot import AdapterSlot
+
+    taken: list[float] = []
+
+    def timed(act: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*words: Any) -> Any:
+            started = time.perf_counter()
+            found = act(*words)
+            taken.append(time.perf_counter() - started)
+            return found
+
+        return call
+
+    for name in ("replace", "live_parts", "problems"):
+        setattr(AdapterSlot, name, timed(getattr(AdapterSlot, name)))
+    return taken
+
+
 def merged(base: dict[str, Tensor], adapter: dict[str, Tensor]) -> dict[str, Tensor]:
     """All weights, the adapter in them."""
     found = dict(base)
     for name, a in adapter.items():
         if name.endswith(LORA_A):
             stem = name.removesuffix(LORA_A)
-            of = stem.removeprefix("base_model.model.") + ".weight"
+            of = stem.removeprefix(PEFT_PREFIX) + ".weight"
             found[of] = torch.addmm(base[of], adapter[stem + LORA_B], a)
     return found
 

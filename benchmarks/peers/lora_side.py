@@ -8,7 +8,7 @@
                                                 <- {"step_s", "processor_s", "tokens_per_s", "num_tokens"}; a step is one token of each
     -> {"operation": "update", "system": name}
                                                 <- {"update_ms", "proven_ms", "num_bytes", "tensor_bytes"}
-    -> {"operation": "about"}                   <- {"peak_bytes", "versions"}
+    -> {"operation": "about"}                   <- {"peak_bytes", "versions"}; the peak is that of steps
     -> {"operation": "quit"}, or end of input   <- (ends with status 0)
 
 A system is opened by the first request for it. A request that fails is answered {"error": "..."}, and the process ends
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from _learner_protocol import peak_bytes
 from _learner_workload import make_rows
-from _lora_workload import DECODE, FULL, MAX_TOKENS, MERGED, OURS, PEFT, PRESETS, RECOMPUTE
+from _lora_workload import DECODE, FULL, MAX_TOKENS, OURS, PEFT, PRESETS, RECOMPUTE
 from _protocol import private_stdout, versions, write
 
 ENGINE = "lora_engine"
@@ -87,6 +87,7 @@ class Systems:
     def _kept(self, system: str, workload: str, opened: Callable[[], Any]) -> Any:
         if (system, workload) not in self._open:
             self._open[system, workload] = opened()
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak: that of steps is told
         return self._open[system, workload]
 
 

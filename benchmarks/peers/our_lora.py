@@ -16,4 +16,5 @@ def opened(folder: Path, preset: str, system: str, *, recompute: bool) -> Ours:
     make: Callable[..., MegatronLearner] = MegatronLearner
     if system == OURS:
         make = partial(MegatronLearner, lora=LoraOptions(rank=RANKS[preset], path=folder / ADAPTER))
-    return Ours(folder / POLICY, PRESETS[preset], make=make, recompute="full" if recompute else "none")
+    settings = {"products": "torch", "recompute": "full" if recompute else "none"}
+    return Ours(folder / POLICY, PRESETS[preset], make, **settings)

@@ -23,7 +23,7 @@ from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingPar
 from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.streaming import stream
 from rl_rollout.engines.transformers import TransformersEngine
-from rl_rollout.testing import AdapterChecks, EngineConformance, generate, refuses
+from rl_rollout.testing import AdapterConformance, EngineConformance, generate, refuses
 from rl_rollout.testing.adapter_checks import SEQUENCE
 from rl_rollout.testing.engine_calls import PROMPT
 from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, make_adapter, merged
@@ -62,7 +62,7 @@ class TestTransformersProcess(EngineConformance):
         return transformers_process
 
 
-class TestTransformersProcessAdapters(AdapterChecks):
+class TestTransformersProcessAdapters(AdapterConformance):
     transport = SharedFileTransport
 
     @pytest.fixture

@@ -29,7 +29,7 @@ from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
 from rl_rollout.engines.transformers_adapter import NAME, ModelAdapter
 from rl_rollout.engines.transformers_stepper import TransformersStepper
-from rl_rollout.testing import AdapterChecks, begin, generate, refuses
+from rl_rollout.testing import AdapterConformance, begin, generate, refuses
 from rl_rollout.testing.adapter_checks import SEQUENCE
 from rl_rollout.testing.engine_calls import PROMPT, long_request
 from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, make_adapter, merged
@@ -61,7 +61,7 @@ def adapted_engine(tied_model_dir: Path) -> Iterator[TransformersEngine]:
     asyncio.run(engine.close())
 
 
-class TestTransformersAdapters(AdapterChecks):
+class TestTransformersAdapters(AdapterConformance):
     @pytest.fixture
     def model_dir(self, tied_model_dir: Path) -> Path:
         return tied_model_dir
@@ -86,7 +86,7 @@ def test_an_engine_without_room_refuses_adapters_and_requests_without_one(tied_m
     adapter = make_adapter(load_file(tied_model_dir / "model.safetensors"), rank=RANK, seed=1, kinds=KINDS)
     before = generate(engine, seed=1)[0].token_ids.tolist()
     with refuses("max_lora_rank = 0; found rank 4"):
-        asyncio.run(AdapterChecks().publish(engine, tied_model_dir, adapter, version=1))
+        asyncio.run(AdapterConformance().publish(engine, tied_model_dir, adapter, version=1))
     request = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=2), adapter="base")
     with refuses("has no room for one"):
         asyncio.run(engine.generate(request))
@@ -101,9 +101,9 @@ def test_modules_that_are_not_named_and_the_head_are_refused(untied_model_dir: P
     for kind in ("v_proj", "lm_head"):
         with refuses("lora_target_modules"):
             adapter = make_adapter(base, rank=RANK, seed=1, kinds=("q_proj", kind))
-            asyncio.run(AdapterChecks().publish(engine, untied_model_dir, adapter, version=1))
+            asyncio.run(AdapterConformance().publish(engine, untied_model_dir, adapter, version=1))
     adapter = make_adapter(base, rank=2, seed=1, kinds=("q_proj",))
-    asyncio.run(AdapterChecks().prove(engine, untied_model_dir, adapter, version=1))
+    asyncio.run(AdapterConformance().prove(engine, untied_model_dir, adapter, version=1))
     asyncio.run(engine.close())
 
 
@@ -111,7 +111,7 @@ def test_low_precision_is_read_back_as_the_engine_holds_it(tied_model_dir: Path)
     engine = started(tied_model_dir, TransformersOptions(max_lora_rank=RANK, dtype="bfloat16"))
     adapter = make_adapter(load_file(tied_model_dir / "model.safetensors"), rank=RANK, seed=1)
     state = torch.get_rng_state()
-    update, receipt = asyncio.run(AdapterChecks().publish(engine, tied_model_dir, adapter, version=1))
+    update, receipt = asyncio.run(AdapterConformance().publish(engine, tied_model_dir, adapter, version=1))
     assert torch.equal(state, torch.get_rng_state()), "an update must not change what a learner of this process draws"
     assert receipt.problems == ()
     assert all(np.isfinite(receipt.live[name]).all() for name in update.digests)
@@ -250,7 +250,7 @@ def served(adapted_engine: TransformersEngine, published: Published, tied_model_
     """The engine serves the first adapter, as version 1; afterwards none."""
     asyncio.run(published.publish(adapted_engine, 0, version=1))
     yield published
-    AdapterChecks().restore(adapted_engine, tied_model_dir)
+    AdapterConformance().restore(adapted_engine, tied_model_dir)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -112,7 +112,7 @@ class LoraColumn(ColumnParallelLinear):  # type: ignore[misc]
                 low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
             else:
                 low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
-        return _plus(output, low, self._joined_b(), scaling=self._lora.scaling), bias
+        return _Added.apply(output, low, self._joined_b(), self._lora.scaling), bias  # type: ignore[no-untyped-call]
 
     def _parts_of(self, buffer_name: str) -> dict[str, tuple[int, int, int]]:
         """(groups, heads of a group, rows of a head) of each matrix, in the order of the rows of a group."""
@@ -171,7 +171,31 @@ class LoraRow(RowParallelLinear):  # type: ignore[misc]
                 else reduce_from_tensor_model_parallel_region
             )
             low = reduce(low, group=self.tp_group)
-        return _plus(output, low, self.lora_B[self._name], scaling=self._lora.scaling), bias
+        b = self.lora_B[self._name].t()
+        # Not in place: megatron's sum over ranks gives a view.
+        return torch.addmm(output.flatten(0, -2), low.flatten(0, -2), b, alpha=self._lora.scaling).view_as(output), bias
+
+
+class _Added(torch.autograd.Function):
+    """output + scaling * low @ b.t(), in the place of output: [T, 1, out], [T, 1, rank] and [out, rank].
+
+    Nothing keeps the frozen matrix's output, which is the largest tensor of a layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, low: Tensor, b: Tensor, scaling: float) -> Tensor:
+        output.flatten(0, -2).addmm_(low.flatten(0, -2), b.t(), alpha=scaling)
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(low, b)
+        ctx.scaling = scaling
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        low, b = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        of_low = (grad @ b).mul_(ctx.scaling).view_as(low)
+        return grads[0], of_low, (grad.t() @ low.flatten(0, -2)).mul_(ctx.scaling), None
 
 
 def _parameter(layer: Any, shape: tuple[int, int], *, axis: int | None) -> Parameter:
@@ -206,8 +230,3 @@ def _dropped(x: Tensor, layer: Any, *, is_part: bool) -> Tensor:
     seed = int(torch.randint(2**40, ())) + (layer.tp_group.rank() if is_part else 0)
     generator = torch.Generator(x.device).manual_seed(seed)
     return x * torch.empty_like(x).bernoulli_(1.0 - share, generator=generator).div_(1.0 - share)
-
-
-def _plus(output: Tensor, low: Tensor, b: Tensor, *, scaling: float) -> Tensor:
-    """output + scaling * low @ b.t()."""
-    return torch.addmm(output.flatten(0, -2), low.flatten(0, -2), b.t(), alpha=scaling).view_as(output)

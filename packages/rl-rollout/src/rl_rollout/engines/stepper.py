@@ -21,9 +21,9 @@ class Sample:
         sampling: None to score.
         seed: Of this sample.
         request_id: Of its request, where that has one.
+        adapter: As `GenerateRequest.adapter`.
         top_k: Likeliest tokens to give beside each token, when it is scored.
         with_experts: Give its experts too, when it is scored.
-        adapter: As `GenerateRequest.adapter`.
         token_ids: Sampled so far.
         logprobs: Of token_ids; empty when greedy.
         policy_versions: Of token_ids.
@@ -39,9 +39,9 @@ class Sample:
     sampling: SamplingParams | None
     seed: int | None = None
     request_id: str | None = None
+    adapter: Literal["base"] | None = None
     top_k: int = 0
     with_experts: bool = False
-    adapter: Literal["base"] | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from rl_core.data import FloatArray
 from rl_core.errors import EngineError
-from rl_core.weights import probe_tensor
-from rl_core.weights.update import LORA_A
+from rl_core.weights import LORA_A, probe_tensor
 from rl_rollout.engines.weight_checks import module_of
 
 NAME = "published"
@@ -64,7 +63,7 @@ class ModelAdapter:
         if shapes != self._shapes or self.problems(tensors):
             self._drop()
             if modules:
-                self._put(modules, rank=len(next(iter(tensors.values()))))
+                self._put(modules, rank=next(len(one) for name, one in tensors.items() if name.endswith(LORA_A)))
             self._shapes = shapes
         for name, tensor in tensors.items():
             live = self._live(name)

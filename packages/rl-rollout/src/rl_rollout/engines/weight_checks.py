@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from rl_core.errors import EngineError, WeightsGoneError
 from rl_core.files import read_json_object, read_safetensors_header, require_plain
-from rl_core.weights import WeightUpdate
-from rl_core.weights.update import LORA_A, LORA_B, PEFT_PREFIX
+from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, WeightUpdate
 from rl_rollout.engines.protocol import EngineTraits
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -7,7 +7,7 @@
         @pytest.fixture
         def engine(self, model_dir): ...  # started, serving model_dir in float32, max_model_len 64 or more
 
-`AdapterChecks` is the same for an engine with room for adapters of every linear layer but the head.
+`AdapterConformance` is the same for an engine with room for adapters of every linear layer but the head.
 Each check runs an event loop of its own on the engine it is given.
 """
 
@@ -20,7 +20,7 @@ from rl_rollout.testing.scoring_checks import ScoringChecks
 from rl_rollout.testing.update_checks import UpdateChecks
 
 __all__ = [
-    "AdapterChecks",
+    "AdapterConformance",
     "EngineConformance",
     "begin",
     "generate",
@@ -33,3 +33,7 @@ __all__ = [
 
 class EngineConformance(GenerationChecks, ClientChecks, ScoringChecks, UpdateChecks):
     """All checks."""
+
+
+class AdapterConformance(AdapterChecks):
+    """All checks of adapters."""

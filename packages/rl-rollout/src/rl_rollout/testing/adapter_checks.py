@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from rl_core.data import IntArray
 from rl_core.weights import (
+    LORA_A,
     AdapterUpdate,
     ProofTolerances,
     PublishReport,
@@ -22,7 +23,6 @@ from rl_core.weights import (
     WeightUpdate,
     digest_tensors,
 )
-from rl_core.weights.update import LORA_A
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.streaming import stream

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rl_core.data import FloatArray, IntArray
 from rl_core.record_fields import converts_arguments
-from rl_core.weights import Canary
-from rl_core.weights.update import LORA_A, LORA_B, PEFT_PREFIX
+from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Canary
 from rl_rollout.engines.weight_checks import each_expert, module_of
 
 TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -18,8 +18,7 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.model_executor.layers.linear import RowParallelLinear
 
 from rl_core.errors import EngineError
-from rl_core.weights import probe_vector, tensor_crc32c
-from rl_core.weights.update import LORA_A, LORA_B, PEFT_PREFIX
+from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, probe_vector, tensor_crc32c
 from rl_rollout.engines.vllm.live_weights import LivePart, LiveParts, input_range, num_copies, num_parts, part_index
 from rl_rollout.engines.vllm.mixtures import loader_names
 from rl_rollout.engines.weight_checks import module_of
