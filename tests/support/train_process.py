@@ -20,7 +20,7 @@ from typing import Any
 from tiny_run import TinyRun
 
 DRIVER = Path(__file__).with_name("command_driver.py")
-DEADLINE_S = 500.0
+DEADLINE_S = 120.0
 TICK_S = 0.02
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
