@@ -24,7 +24,7 @@ def prepare(folder: Path, preset: str) -> None:
         for name, parameter in adapted.named_parameters():
             if ".lora_B." in name:
                 parameter.normal_(0.0, 0.01)
-    adapted.save_pretrained(folder / ADAPTER)
+    adapted.save_pretrained(str(folder / ADAPTER))
 
 
 def opened(folder: Path, preset: str, system: str, *, recompute: bool) -> Padded:  # noqa: ARG001 - there is one
