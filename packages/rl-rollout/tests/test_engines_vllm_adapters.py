@@ -68,7 +68,7 @@ def test_peft_says_the_same_after_five_updates(served: Served, tied_model_dir: P
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tied_model_dir, dtype=torch.float32, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(tied_model_dir, dtype=torch.float32, trust_remote_code=False)
     config = LoraConfig(r=RANK, lora_alpha=3 * RANK, target_modules="all-linear")
     oracle = get_peft_model(model, config)
     live = {name.replace(".default.", "."): tensor for name, tensor in oracle.named_parameters() if "lora_" in name}
