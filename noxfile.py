@@ -43,6 +43,7 @@ CHECKED = (*PROJECTS, "benchmarks", "examples", "tests", "tooling", "noxfile.py"
 WORKSPACE_TESTS = (
     "packages/rl-rollout/tests/test_engines_process.py",
     "packages/rl-rollout/tests/test_engines_vllm.py",
+    "packages/rl-rollout/tests/test_engines_vllm_adapters.py",
     "packages/rl-rollout/tests/test_engines_vllm_experts.py",
     "packages/rl-rollout/tests/test_engines_vllm_live_weights.py",
     "packages/rl-rollout/tests/test_engines_vllm_mixtures.py",

@@ -18,7 +18,7 @@ from rl_core.weights.transports import SharedFileTransport
 from rl_core.weights.update import LORA_B
 from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
-from rl_rollout.testing import AdapterChecks
+from rl_rollout.testing import AdapterConformance
 from rl_rollout.testing.adapter_checks import SEQUENCE
 from rl_rollout.testing.engine_calls import refuses, short_request
 from rl_rollout.testing.reference_model import TIED_HEAD, merged, token_logprobs
@@ -38,7 +38,7 @@ def adapted_vllm(tied_model_dir: Path, learner_process_group: None) -> Iterator[
     asyncio.run(engine.close())
 
 
-class OfAdapters(AdapterChecks):
+class TestVLLMAdapters(AdapterConformance):
     @pytest.fixture
     def model_dir(self, tied_model_dir: Path) -> Path:
         return tied_model_dir
@@ -48,15 +48,11 @@ class OfAdapters(AdapterChecks):
         return adapted_vllm
 
 
-class TestVLLMAdapters(OfAdapters):
-    pass
-
-
 @pytest.mark.parametrize("transport", [SharedFileTransport, BroadcastTransport])
 def test_adapters_come_by_file_and_over_the_network(
     transport: Any, adapted_vllm: VLLMEngine, tied_model_dir: Path
 ) -> None:
-    suite = AdapterChecks()
+    suite = AdapterConformance()
     suite.transport = transport
     suite.test_each_adapter_replaces_the_last_on_the_same_base(adapted_vllm, tied_model_dir)
 
@@ -72,7 +68,7 @@ def test_peft_says_the_same_after_five_updates(served: Served, tied_model_dir: P
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tied_model_dir, dtype=torch.float32, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(tied_model_dir, dtype=torch.float32, trust_remote_code=False)
     config = LoraConfig(r=RANK, lora_alpha=3 * RANK, target_modules="all-linear")
     oracle = get_peft_model(model, config)
     live = {name.replace(".default.", "."): tensor for name, tensor in oracle.named_parameters() if "lora_" in name}

@@ -23,7 +23,7 @@ from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.engines.weight_checks import module_of
-from rl_rollout.testing import AdapterChecks, EngineConformance, generate, make_tiny_model, refuses
+from rl_rollout.testing import AdapterConformance, EngineConformance, generate, make_tiny_model, refuses
 from rl_rollout.testing.engine_calls import PROMPT
 from rl_rollout.testing.reference_model import TIED_HEAD, make_adapter, perturbed
 from rl_rollout.testing.update_checks import UpdateChecks
@@ -121,7 +121,7 @@ def test_broadcasts_reach_every_worker(
 
 def test_adapters_reach_every_worker(split_vllm: VLLMEngine, wide_model_dir: Path, broadcast: KeptOpen) -> None:
     """Each has a part of A or of B; from memory, which goes by a file, and by broadcast."""
-    suite = AdapterChecks()
+    suite = AdapterConformance()
     suite.test_the_base_is_served_beside_its_adapter(split_vllm, wide_model_dir)
     suite.transport = lambda: broadcast  # type: ignore[assignment]
     suite.test_each_adapter_replaces_the_last_on_the_same_base(split_vllm, wide_model_dir)
