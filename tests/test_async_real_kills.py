@@ -130,9 +130,10 @@ def test_async_everything_killed_on_policy_and_resumed(undisturbed: TinyRun, run
 
 
 def test_async_roles_killed_amid_partial_rollouts(run: TinyRun, seed: int) -> None:
-    """Off policy the outcome depends on time, but each prompt still trains once."""
+    """Off policy the outcome depends on time, but each prompt still trains once; engines are given an adapter."""
     draw = random.Random(seed)
     settings = {**IN_PROCESSES, "schedule__max_staleness": 2, "trainer__steps": 8, "trainer__checkpoint_every": 3}
+    settings |= {"lora__rank": 4, "learner__learning_rate": 3e-2}
     with async_training(run, **settings) as process:
         kill_roles(process, run, ["learner", "rollouter", "engine", "learner"], draw)
         assert process.wait() == 0, f"seed {seed}:\n{process.text}"
@@ -157,12 +158,14 @@ def test_async_a_killed_rank_starts_the_learner_again(undisturbed: TinyRun, run:
 
 
 @pytest.mark.soak
-def test_async_twenty_kills_of_real_roles(run: TinyRun, seed: int) -> None:
+@pytest.mark.parametrize("rank", [0, 4], ids=["all weights", "adapter"])
+def test_async_twenty_kills_of_real_roles(run: TinyRun, seed: int, rank: int) -> None:
     draw = random.Random(seed)
     settings = {
         **IN_PROCESSES,
         "schedule__max_staleness": 2,
         "trainer__steps": LONG_STEPS,
+        "lora__rank": rank,
         "trainer__checkpoint_every": 3,
         "roles__rollouter_restarts": NUM_KILLS,
         "roles__learner_restarts": NUM_KILLS,
