@@ -49,7 +49,7 @@ class TensorDigest:
     shape: tuple[int, ...]
     dtype: str
     crc32c: int
-    probe: FloatArray
+    probe: FloatArray = field(repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:
         """The probe travels as plain bytes: an adapter's update has the digests of its whole base."""
