@@ -76,8 +76,13 @@ def comparisons(found: Found) -> list[dict[str, Any]]:
         updates = {name: sides[OURS].of_updates(name) or 0.0 for name in sides[OURS].updates[0]}
         ratio = updates["num_bytes"] / updates["tensor_bytes"]
         compared.append(claim("update", "bytes, of those of A and B", ratio, 1.05))
-        compared.append(claim("update", "ms, slot and read-back", updates["update_ms"], 15.0))
-        compared.append(claim("update", "ms, with base probes and canary", updates["proven_ms"], 100.0))
+        for name, what, wanted in (
+            ("update", "slot and read-back", 15.0),
+            ("proven", "with base probes and canary", 100.0),
+        ):
+            processor = updates.get(f"{name}_processor_ms")
+            told = {} if processor is None else {"processor": round(processor, 3)}
+            compared.append(claim("update", f"ms, {what}", updates[f"{name}_ms"], wanted) | told)
     return compared
 
 
@@ -90,7 +95,7 @@ def of_steps(
         return median(own[name] / other[name] for own, other in zip(ours.rounds[1:], theirs.rounds[1:], strict=True))
 
     compared = claim(workload, f"step of {system}, of {peer}'s", ratio("step_s"), wanted)
-    return {**compared, "processor_ratio": round(ratio("processor_s"), 3)}
+    return {**compared, "processor": round(ratio("processor_s"), 3)}
 
 
 def claim(workload: str, what: str, found: float, wanted: float | None) -> dict[str, Any]:

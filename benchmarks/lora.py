@@ -152,7 +152,7 @@ def print_report(report: dict[str, Any]) -> None:
     for of in report["comparisons"]:
         verdict = {None: "not judged", True: "met", False: "missed"}[of["is_met"]]
         wanted = "" if of["wanted"] is None else f"; wanted at most {of['wanted']:g}: {verdict}"
-        processor = f" (processor {of['processor_ratio']:g})" if "processor_ratio" in of else ""
+        processor = f" (processor {of['processor']:g})" if "processor" in of else ""
         say(f"  {of['workload']}, {of['what']}: {of['found']:g}{processor}{wanted}")
     for workload, found in report["agreement"].items():
         say(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from _lora_workload import ADAPTER, FULL, MAX_TOKENS, NUM_SAMPLES, OURS, POLICY, PRESETS, PROMPT_TOKENS, RANKS
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -77,7 +78,8 @@ class Engine:
 
         Returns:
             update_ms, of vLLM's adapter what its slot takes and its read-back, else until an engine has answered;
-            proven_ms, with probes of all weights and the canary; num_bytes of tensors and message, and tensor_bytes.
+            proven_ms, with probes of all weights and the canary; processor_ms of these, where they are known; num_bytes
+            of tensors and message, and tensor_bytes.
         """
         return asyncio.run(self._update())
 
@@ -85,11 +87,15 @@ class Engine:
         update, slot_s = self._pack(), self._slot_s
         if slot_s is not None:
             slot_s.clear()
-        started = time.perf_counter()
+        started = clocks()
         report = await publish_weights(update, [self._engine], canary=self._canary, tolerances=ProofTolerances())
+        proven = clocks() - started
+        slot = None if slot_s is None else np.sum(slot_s, axis=0)
         return {
-            "update_ms": 1e3 * (report.update_s if slot_s is None else sum(slot_s)),
-            "proven_ms": 1e3 * (time.perf_counter() - started),
+            **({} if slot is None else {"update_processor_ms": 1e3 * slot[1]}),
+            "update_ms": 1e3 * (report.update_s if slot is None else slot[0]),
+            "proven_ms": 1e3 * proven[0],
+            "proven_processor_ms": 1e3 * proven[1],
             "num_bytes": num_bytes(update),
             "tensor_bytes": sum(tensor.nbytes for tensor in self._tensors.values()),
         }
@@ -113,17 +119,22 @@ class Engine:
         return np.random.default_rng(seed).integers(2, self._vocab_size, (rows, tokens), dtype=np.int32)
 
 
-def timed_slot() -> list[float]:
-    """Seconds of each call by which vLLM's worker writes an adapter into its slot or reads it back, from now on."""
+def clocks() -> NDArray[np.float64]:
+    """Seconds of the clock and of the processor, all threads of the process together."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+def timed_slot() -> list[NDArray[np.float64]]:
+    """`clocks` of each call from now on by which vLLM's worker writes an adapter into its slot or reads it back."""
     from rl_rollout.engines.vllm.adapter_slot import AdapterSlot
 
-    taken: list[float] = []
+    taken: list[NDArray[np.float64]] = []
 
     def timed(act: Callable[..., Any]) -> Callable[..., Any]:
         def call(*words: Any) -> Any:
-            started = time.perf_counter()
+            started = clocks()
             found = act(*words)
-            taken.append(time.perf_counter() - started)
+            taken.append(clocks() - started)
             return found
 
         return call
