@@ -24,7 +24,7 @@ _52M: dict[str, Any] = {
 }
 PRESETS = {
     "tiny": LEARNER_PRESETS["tiny"],
-    "52m": Preset(policy=_52M, num_rows=8, shortest=128, longest=128, prompts=(1, 1), budget=1024),
+    "52m": Preset(policy=_52M, num_rows=16, shortest=128, longest=128, prompts=(1, 1), budget=1024),
 }
 """By name: for the smoke test, and for a CPU."""
 RANKS = {"tiny": 4, "52m": 16}

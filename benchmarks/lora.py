@@ -49,7 +49,9 @@ def main(words: Sequence[str]) -> int:
         return 1
     report["results"] = [result_row(system, name, found) for name, systems in found.items() for system in systems]
     report["comparisons"] = comparisons(found)
-    report["versions"] = {k: v for systems in found.values() for of in systems.values() for k, v in of.about["versions"].items()}
+    report["versions"] = {
+        k: v for systems in found.values() for of in systems.values() for k, v in of.about["versions"].items()
+    }
     if options.quick:
         report["comparisons"] = [{**of, "is_met": None} for of in report["comparisons"]]
     report["environment"]["load_after"] = os.getloadavg()[0]
@@ -90,7 +92,9 @@ def new_report(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run_workload(workload: str, options: argparse.Namespace, folder: Path, *, shared: Peer | None) -> dict[str, Measured]:
+def run_workload(
+    workload: str, options: argparse.Namespace, folder: Path, *, shared: Peer | None
+) -> dict[str, Measured]:
     """A step of each system in turns, who begins moving on; then an update of each engine, in turns.
 
     Args:
@@ -151,7 +155,9 @@ def print_report(report: dict[str, Any]) -> None:
         processor = f" (processor {of['processor_ratio']:g})" if "processor_ratio" in of else ""
         say(f"  {of['workload']}, {of['what']}: {of['found']:g}{processor}{wanted}")
     for workload, found in report["agreement"].items():
-        say(f"  {workload}: losses agree with peft's to {found['loss']:.1e}, gradient norms to {found['grad_norm']:.1e}")
+        say(
+            f"  {workload}: losses agree with peft's to {found['loss']:.1e}, gradient norms to {found['grad_norm']:.1e}"
+        )
 
 
 def say(line: str) -> None:

@@ -19,6 +19,7 @@ KEYS = {
     "gateway": "comparisons date environment is_streamed memory model placement rounds scripted skipped targets turns "
     "versions",
     "learner": "comparisons date environment experts micro_batch_tokens optimizer policy preset rounds",
+    "lora": "agreement comparisons date environment policy rank rounds threads versions",
     "metrics": "date environment step_ms targets",
     "rollout": "comparisons date environment preset rounds skipped threads versions",
     "skip_cache": "comparisons date environment flushes payload rounds skipped targets",
@@ -32,6 +33,7 @@ ROW_KEYS = {
     "gateway": "system workload tokens_per_s turn_overhead_p50_ms turn_overhead_p99_ms",
     "learner": "system workload tokens_per_s peak_memory_mb start_memory_mb tokens_per_s_best step_s fill "
     "model_flops_per_s mfu device threads versions losses grad_norms",
+    "lora": "system workload step_s peak_memory_mb update_ms update_mb processor_s tokens_per_s proven_ms losses",
     "metrics": "system workload per_step_ms share_of_step",
     "rollout": "system workload tokens_per_s wall_s",
     "skip_cache": "system operation mb_per_s size_mb mb_per_s_quartiles mb_per_s_best wall_s",
@@ -103,6 +105,20 @@ def check_learner(report: Report, _: str) -> None:
     assert all(max(of["largest_relative_difference"].values()) < 1e-4 for of in report["comparisons"])
 
 
+def check_lora(report: Report, said: str) -> None:
+    rows = rows_of(report, "system", "workload")
+    trained = {(system, kind) for system in ("ours", "ours_full", "peft") for kind in ("train", "train_recompute")}
+    assert rows.keys() == trained | {(system, "decode") for system in ("ours", "ours_merged", "ours_full")}
+    assert all(row["step_s"] > 0 and row["peak_memory_mb"] > 0 for row in rows.values())
+    assert all(len(set(rows[key]["losses"])) == 2 for key in trained)  # it trains: a warm-up and a round
+    assert 0 < rows["ours", "train"]["update_mb"] < rows["ours_full", "train"]["update_mb"]
+    assert 0 < rows["ours", "decode"]["update_ms"] <= rows["ours", "decode"]["proven_ms"]
+    assert rows["peft", "train"]["update_ms"] is None
+    assert report["agreement"].keys() == {"train", "train_recompute"}
+    assert {of["is_met"] for of in report["comparisons"]} == {None}
+    assert said.count(": not judged\n") == 9
+
+
 def check_metrics(report: Report, _: str) -> None:
     rows = rows_of(report, "system", "workload")
     main_jobs = [("ours", "main_job"), ("ours", "main_job_all_trackers")]
@@ -172,6 +188,7 @@ CHECKS: dict[str, Callable[[Report, str], None]] = {
     "distillation": check_distillation,
     "gateway": check_gateway,
     "learner": check_learner,
+    "lora": check_lora,
     "metrics": check_metrics,
     "rollout": check_rollout,
     "skip_cache": check_skip_cache,

@@ -4,14 +4,16 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rl_core.data import FloatArray
 from rl_core.weights import Canary, ProofTolerances, SharedFileTransport, WeightUpdate
 from rl_distill.learner import LearnerOptions
 from rl_distill.learners import Learners
@@ -21,8 +23,8 @@ from rl_rollout.engines import publish_to
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
 from rl_rollout.testing import make_tiny_model
 
+Serving = Literal["adapter", "merged"]
 SEQUENCE = np.arange(2, 26, dtype=np.int32)
-ADAPTER = {"r": 4, "lora_alpha": 6, "use_rslora": True, "target_modules": "all-linear"}
 
 
 class Adapted:
@@ -32,7 +34,8 @@ class Adapted:
         self.base = make_tiny_model(folder / "base", is_tied=True)
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
-        theirs = get_peft_model(model, LoraConfig(**ADAPTER, init_lora_weights=False))
+        config = LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules="all-linear", init_lora_weights=False)
+        theirs: Any = get_peft_model(model, config)
         theirs.save_pretrained(folder / "adapter")
         lora = LoraOptions(rank=4, alpha=6, rslora=True, path=folder / "adapter")
         learner = MegatronLearner(self.base, LearnerOptions(num_threads=1), lora=lora)
@@ -40,17 +43,18 @@ class Adapted:
         self.logprobs = said(theirs)
         self.merged = theirs.merge_and_unload()
 
-    def pack(self, transport: SharedFileTransport, *, serving: str) -> WeightUpdate:
+    def pack(self, transport: SharedFileTransport, *, serving: Serving) -> WeightUpdate:
         self.learners = replace(self.learners, lora=replace(self.learners.lora, serving=serving))
         return self.learners.pack(transport, version=3)
 
 
-def said(model: PeftModel) -> np.ndarray:
+def said(model: Any) -> FloatArray:
     """[T] logprobs of the sequence's tokens."""
     ids = torch.from_numpy(SEQUENCE.astype(np.int64))[None]
     with torch.no_grad():
         logprobs = model.eval()(input_ids=ids).logits[0, :-1].log_softmax(-1)
-    return np.concatenate([[0.0], logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy()]).astype(np.float32)
+    own: FloatArray = logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
+    return np.concatenate([[0.0], own]).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +65,13 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
 
 
 @pytest.mark.parametrize(("serving", "room"), [("adapter", 4), ("merged", 0), ("merged", 4)])
-def test_an_engine_serves_what_peft_computes(serving: str, room: int, adapted: Adapted) -> None:
+def test_an_engine_serves_what_peft_computes(serving: Serving, room: int, adapted: Adapted) -> None:
     """Merged weights go to any engine, as all weights always went, and are those of peft's merge."""
     transport = SharedFileTransport()
     engine = TransformersEngine(adapted.base, TransformersOptions(max_lora_rank=room))
     canary = Canary(sequences=[SEQUENCE], logprobs=[adapted.logprobs])
 
-    async def serve() -> np.ndarray:
+    async def serve() -> FloatArray:
         await engine.start()
         update = adapted.pack(transport, serving=serving)
         assert (update.adapter is not None) == (serving == "adapter")

@@ -3,9 +3,9 @@
     -> (started)                                <- "ready"
     -> {"operation": "prepare"}                 <- {}; the policy and its adapter are in the folder
     -> {"operation": "train" or "train_recompute", "system": name, "seed": n}
-                                                <- {"step_s", "processor_s", "tokens_per_s", "num_tokens", "loss", "grad_norm"}
+                                                <- what `timed` gives, "loss" and "grad_norm"
     -> {"operation": "decode", "system": name, "seed": n}
-                                                <- {"step_s", "processor_s", "tokens_per_s", "num_tokens"}; a step is one token of each
+                                                <- what `timed` gives; a step is one token of each sample
     -> {"operation": "update", "system": name}
                                                 <- {"update_ms", "proven_ms", "num_bytes", "tensor_bytes"}
     -> {"operation": "about"}                   <- {"peak_bytes", "versions"}; the peak is that of steps
@@ -97,7 +97,7 @@ def told(outcome: Any) -> dict[str, float]:
 
 
 def timed(act: Callable[[], dict[str, Any]], *, num_steps: int = 1) -> dict[str, Any]:
-    """What it gives, and seconds of a step: by the clock, and of the processor, all threads of this process together."""
+    """What `act` gives, with seconds of a step: by the clock, and of the processor, all threads together."""
     started, worked = time.perf_counter(), time.process_time()
     found = act()
     wall_s, processor_s = time.perf_counter() - started, time.process_time() - worked

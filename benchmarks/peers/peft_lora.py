@@ -16,13 +16,15 @@ def prepare(folder: Path, preset: str) -> None:
     transformers.utils.logging.disable_progress_bar()
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**PRESETS[preset].policy))
     model.save_pretrained(folder / POLICY)
-    config = LoraConfig(r=RANKS[preset], lora_alpha=2 * RANKS[preset], target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=RANKS[preset], lora_alpha=2 * RANKS[preset], target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     adapted = get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if ".lora_B." in name:
                 parameter.normal_(0.0, 0.01)
-    adapted.save_pretrained(folder / ADAPTER)
+    adapted.save_pretrained(str(folder / ADAPTER))
 
 
 def opened(folder: Path, preset: str, system: str, *, recompute: bool) -> Padded:  # noqa: ARG001 - there is one

@@ -20,9 +20,7 @@ IGNORED = -100
 class Padded:
     """A model of transformers, torch's fused AdamW, and micro-batches that are padded to their longest row."""
 
-    def __init__(
-        self, policy: Path, preset: Preset, adapted: Callable[[Any], Any] = lambda model: model
-    ) -> None:
+    def __init__(self, policy: Path, preset: Preset, adapted: Callable[[Any], Any] = lambda model: model) -> None:
         """Load the model with its best attention.
 
         Args:

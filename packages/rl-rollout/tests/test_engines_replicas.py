@@ -25,7 +25,7 @@ from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams, TokenScores
 from rl_rollout.engines.replicas.engine import ReplicatedEngine, publish_to
-from rl_rollout.engines.scripted import ScriptedEngine, honest_receipt
+from rl_rollout.engines.scripted import DEFAULT_TRAITS, ScriptedEngine, honest_receipt
 from rl_rollout.testing import EngineConformance, generate
 from rl_rollout.testing.engine_calls import PROMPT
 from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, make_adapter, merged, perturbed
@@ -165,6 +165,17 @@ def test_a_replica_that_dies_in_an_update_does_not_hold_up_the_others() -> None:
     report, answers = run_with([ScriptedEngine(says(1), receive=die), good], work)
     assert report.version == 4
     assert {samples[0].token_ids.tolist()[0] for samples in answers} == {7}
+
+
+def test_a_replica_with_less_room_for_adapters_is_refused() -> None:
+    first = ScriptedEngine({}, traits=replace(DEFAULT_TRAITS, max_lora_rank=8))
+
+    async def work(engine: ReplicatedEngine) -> None:
+        assert engine.traits.max_lora_rank == 8
+        with pytest.raises(EngineError, match=r"max_lora_rank 8 or more; found .* and 4 in scripted"):
+            await engine.add(ScriptedEngine({}, traits=replace(DEFAULT_TRAITS, max_lora_rank=4)))
+
+    run_with([first], work)
 
 
 # -- real engines in processes of their own

@@ -6,7 +6,6 @@ slot's.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -29,52 +28,35 @@ NUM_SLOTS = 2
 SLOT = 0
 
 
-@dataclass(frozen=True, slots=True)
 class AdaptedPart:
     """Where one rank holds A and B of one Hugging Face matrix.
 
     Attributes:
         layer: vLLM's wrapper.
-        index: Of the matrix among those that the layer joins.
+        rows: This rank's rows of B.
+        columns: This rank's columns of A.
     """
 
-    layer: Any
-    index: int
+    def __init__(self, layer: Any, index: int) -> None:
+        """Find this rank's part.
 
-    @property
-    def _base(self) -> Any:
-        return self.layer.base_layer
-
-    @property
-    def _num_parts(self) -> int:
-        """In how many parts the matrix's rows are split, over ranks or copies of ranks."""
-        return 1 if isinstance(self._base, RowParallelLinear) else num_parts(self._base, self.index)
-
-    @property
-    def _size(self) -> int:
-        """Rows of one of them."""
-        return int(self.layer.lora_b_stacked[self.index].shape[2])
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in) of the matrix, over all ranks."""
-        return self._size * self._num_parts, self._base.input_size
-
-    @property
-    def rows(self) -> slice:
-        """This rank's rows of B."""
-        first = part_index(self._base, self.index) * self._size if self._num_parts > 1 else 0
-        return slice(first, first + self._size)
-
-    @property
-    def columns(self) -> slice:
-        """This rank's columns of A."""
-        first, last, _ = input_range(self._base)
-        return slice(first, last)
+        Args:
+            layer: vLLM's wrapper.
+            index: Of the matrix among those that the layer joins.
+        """
+        base, size = layer.base_layer, int(layer.lora_b_stacked[index].shape[2])
+        first, last, self._num_columns = input_range(base)
+        num_row_parts = 1 if isinstance(base, RowParallelLinear) else num_parts(base, index)
+        row = part_index(base, index) * size if num_row_parts > 1 else 0
+        self.layer, self._index = layer, index
+        self.rows, self.columns = slice(row, row + size), slice(first, last)
+        self._num_rows = size * num_row_parts
+        self._are_rows_split, self._are_columns_split = num_row_parts > 1, last - first < self._num_columns
+        self._is_copy = num_row_parts > 1 and base.tp_rank % num_copies(base, index) > 0
 
     def slots(self) -> tuple[torch.Tensor, torch.Tensor]:
         """[slots, max rank, in] and [slots, out, max rank]: what the live layer has."""
-        return self.layer.lora_a_stacked[self.index][:, 0], self.layer.lora_b_stacked[self.index][:, 0]
+        return self.layer.lora_a_stacked[self._index][:, 0], self.layer.lora_b_stacked[self._index][:, 0]
 
     def read(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of A and B, as the live layer has them; with the padding where that is not zero."""
@@ -83,15 +65,13 @@ class AdaptedPart:
 
     def probe_a(self, held: torch.Tensor) -> LivePart:
         """This rank's share of A's probe."""
-        first, last, size = input_range(self._base)
-        values = held.float() @ _vector(size)[first:last].to(held.device)
-        return _share(values, is_summand=last - first < size)
+        values = held.float() @ _vector(self._num_columns)[self.columns].to(held.device)
+        return _share(values, is_summand=self._are_columns_split)
 
     def probe_b(self, held: torch.Tensor) -> LivePart:
         """This rank's share of B's probe; of ranks with the same rows the first one has it."""
-        values = held.float().T @ _vector(self.shape[0])[self.rows].to(held.device)
-        is_copy = self._num_parts > 1 and self._base.tp_rank % num_copies(self._base, self.index)
-        return _share(values * 0 if is_copy else values, is_summand=self._num_parts > 1)
+        values = held.float().T @ _vector(self._num_rows)[self.rows].to(held.device)
+        return _share(values * 0 if self._is_copy else values, is_summand=self._are_rows_split)
 
 
 class AdapterSlot:
@@ -106,6 +86,7 @@ class AdapterSlot:
         self._runner = runner
         self._manager = runner.lora_manager._adapter_manager
         self._vllm_name = loader_names(runner.get_model())
+        self._names: dict[str, str] = {}
         self._parts = dict(_adapted_parts(self._manager))
         self._version: int | None = None
         self._rank = 0
@@ -205,7 +186,9 @@ class AdapterSlot:
         return [module for module in modules if self._name(module) in self._parts]
 
     def _name(self, module: str) -> str:
-        return self._vllm_name(f"{module}.weight").removesuffix(".weight")
+        if module not in self._names:
+            self._names[module] = self._vllm_name(f"{module}.weight").removesuffix(".weight")
+        return self._names[module]
 
 
 def _adapted_parts(manager: Any) -> Iterator[tuple[str, AdaptedPart]]:
@@ -228,7 +211,7 @@ def _vector(size: int) -> torch.Tensor:
 
 def _has_numbers(tensor: torch.Tensor) -> bool:
     """Whether an element is not zero; several times as fast as `any`."""
-    return tensor.numel() > 0 and any(bound != 0 for bound in tensor.aminmax())
+    return tensor.numel() > 0 and (tensor.amax().item() != 0 or tensor.amin().item() != 0)
 
 
 def _share(values: torch.Tensor, *, is_summand: bool) -> LivePart:
