@@ -65,13 +65,13 @@ def test_on_policy_the_asynchronous_trainer_does_the_same_bit_for_bit(run: TinyR
     assert learnt(run) == learnt(undisturbed)
 
 
-def test_killed_and_resumed_over_a_process(run: TinyRun, undisturbed: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_and_resumed(run: TinyRun, undisturbed: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as environment:
         environment.setenv("TINY_RUN_SIGNAL", str(int(signal.SIGKILL)))
         with training(run, hold_after=IN_STEP_3, **LORA) as process:
             assert process.wait() == -signal.SIGKILL
             assert process.leftovers() == []
-    assert train_here(run, "--resume", **LORA, rollout__placement="process") == 0
+    assert train_here(run, "--resume", **LORA) == 0
     assert_equal_runs(run, undisturbed)
 
 
