@@ -80,7 +80,7 @@ def test_adapters_go_both_ways_and_merge_alike(config: dict[str, Any], policy: P
     by_transformers.load_adapter(tmp_path / "ours")
     models = [
         PeftModel.from_pretrained(load(policy), tmp_path / "ours"),
-        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32),
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32, trust_remote_code=False),
         by_transformers,
     ]
     assert [torch.equal(logits(model), expected) for model in models] == [True] * 3
@@ -103,7 +103,9 @@ def test_mixtures_merge_as_peft_does(kind: Any, tmp_path: Path):
     experts = {"num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
     experts |= {"n_group": 1, "topk_group": 1, "architectures": [f"{kind.__name__.removesuffix('Config')}ForCausalLM"]}
     torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(kind(**SIZES, **experts)).float().save_pretrained(tmp_path / "base")
+    AutoModelForCausalLM.from_config(kind(**SIZES, **experts), trust_remote_code=False).float().save_pretrained(
+        tmp_path / "base"
+    )
     theirs = with_peft(load(tmp_path / "base"), target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     theirs.save_pretrained(tmp_path / "peft")
     expected = logits(theirs)

@@ -33,7 +33,7 @@ class Adapted:
     def __init__(self, folder: Path) -> None:
         self.base = make_tiny_model(folder / "base", is_tied=True)
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32, trust_remote_code=False)
         config = LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules="all-linear", init_lora_weights=False)
         theirs: Any = get_peft_model(model, config)
         theirs.save_pretrained(folder / "adapter")

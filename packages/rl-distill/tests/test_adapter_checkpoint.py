@@ -143,7 +143,9 @@ def test_a_merge_of_every_family_is_what_the_learner_exports(
     assert_same(dict(merged.export_weights()), dict(learner.export_weights()))
     np.testing.assert_allclose(merged.logprobs(batch).values, learner.logprobs(batch).values, rtol=0, atol=1e-5)
     assert (tmp_path / "merged" / "tokenizer_config.json").read_text() == '{"made": "for a test"}'
-    _, said = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    _, said = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", output_loading_info=True, trust_remote_code=False
+    )
     assert not any(said.values()), said
 
 
