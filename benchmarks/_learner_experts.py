@@ -18,11 +18,11 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 
+from rl_distill.architecture.policy_config import parse_policy_config
 from rl_distill.learners import chosen_products
 from rl_distill.megatron.experts import Experts
 from rl_distill.megatron.model_spec import transformer_config
 from rl_distill.megatron.swiglu import SwiGLU
-from rl_distill.policy_config import parse_policy_config
 from rl_distill.products import computing_with, has_onednn
 
 OURS = "ours"

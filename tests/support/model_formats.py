@@ -68,8 +68,8 @@ def trainer_state(folder: Path) -> Format:
 
 def learner_header(folder: Path) -> Format:
     """learner.json, and the config.json beside it that tells how the models differ."""
+    from rl_distill.architecture.policy_config import parse_policy_config
     from rl_distill.checkpoints.checkpoint import read_header
-    from rl_distill.policy_config import parse_policy_config
 
     config = parse_policy_config(CONFIG)
     written(folder / "policy" / "config.json", CONFIG)
@@ -83,10 +83,10 @@ MODULE = "model.layers.0.self_attn.q_proj"
 
 def adapter_header(folder: Path) -> Format:
     """learner.json of an adapter's learner."""
+    from rl_distill.architecture.policy_config import parse_policy_config
     from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter
     from rl_distill.checkpoints.checkpoint import read_header
     from rl_distill.options import LoraOptions
-    from rl_distill.policy_config import parse_policy_config
 
     config = parse_policy_config(CONFIG)
     adapter = TrainedAdapter(options=LoraOptions(rank=2), modules=(MODULE,), base_digest="0" * 32)
@@ -127,8 +127,8 @@ def adapter_tensors(folder: Path) -> Format:
 
 def policy_config(folder: Path) -> Format:
     """config.json, as learners, engines and teachers read it."""
-    from rl_distill.policy_config import parse_policy_config, read_policy_config
-    from rl_distill.tensor_shapes import tensor_shapes
+    from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
+    from rl_distill.architecture.tensor_shapes import tensor_shapes
 
     def read() -> None:
         config = parse_policy_config(read_policy_config(folder))
@@ -158,8 +158,8 @@ def _tensors(folder: Path) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from rl_distill.policy_config import parse_policy_config
-    from rl_distill.tensor_shapes import tensor_shapes
+    from rl_distill.architecture.policy_config import parse_policy_config
+    from rl_distill.architecture.tensor_shapes import tensor_shapes
 
     shapes = tensor_shapes(parse_policy_config(CONFIG))
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
@@ -176,8 +176,8 @@ def safetensors_header(folder: Path) -> Format:
 
 def safetensors(folder: Path) -> Format:
     """Weights, read by safetensors."""
+    from rl_distill.architecture.policy_config import parse_policy_config
     from rl_distill.checkpoints.hf_folder import read_policy_tensors
-    from rl_distill.policy_config import parse_policy_config
     from rl_distill.teacher.model_folder import model_fingerprint
 
     def read() -> None:
@@ -191,9 +191,9 @@ def safetensors(folder: Path) -> Format:
 
 def safetensors_index(folder: Path) -> Format:
     """The index of shards."""
+    from rl_distill.architecture.policy_config import parse_policy_config
+    from rl_distill.architecture.tensor_shapes import tensor_shapes
     from rl_distill.checkpoints.hf_folder import PolicyTensors
-    from rl_distill.policy_config import parse_policy_config
-    from rl_distill.tensor_shapes import tensor_shapes
 
     _tensors(folder)
     config = parse_policy_config(CONFIG)

@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM
 from rl_core.data.batch import Batch
 from rl_core.errors import CheckpointError, DataError
 from rl_core.weights import PEFT_PREFIX
+from rl_distill.architecture.lora_targets import adapter_shapes
+from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.checkpoints.checkpoint import read_header, state_shapes
 from rl_distill.checkpoints.merged_folder import merge_adapter
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import LearnerOptions
-from rl_distill.lora_targets import adapter_shapes
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.options import LoraOptions, ParallelOptions
-from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_distill.supervised import supervised_objective
 from rl_distill.torch_learner import TorchLearner
 

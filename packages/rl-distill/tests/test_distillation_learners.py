@@ -15,6 +15,7 @@ from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError, SettingsError
 from rl_core.weights import LORA_A, PEFT_PREFIX
+from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.learner import LearnerOptions, StepResult
 from rl_distill.megatron import model as megatron_model
 from rl_distill.megatron.learner import MegatronLearner
@@ -29,7 +30,6 @@ from rl_distill.objectives.distillation import (
 from rl_distill.objectives.policy import PolicyObjectiveOptions, policy_objective
 from rl_distill.options import LoraOptions, ParallelOptions
 from rl_distill.parallel_layout import teacher_layout
-from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_distill.torch_learner import TorchLearner
 
 VOCAB_SIZE = 40

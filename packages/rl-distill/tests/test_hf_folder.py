@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_core.errors import DataError
+from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.checkpoints.hf_folder import (
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -19,7 +20,6 @@ from rl_distill.checkpoints.hf_folder import (
     tensor_shapes,
     write_policy_folder,
 )
-from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 
 EMBEDDING = "model.embed_tokens.weight"
 UP = "model.layers.1.mlp.experts.2.up_proj.weight"

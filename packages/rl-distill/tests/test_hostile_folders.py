@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 
 from rl_core.errors import CheckpointError, DataError, RLError
 from rl_core.files import read_safetensors_header
+from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.checkpoints.store import CheckpointStore, verify_checkpoint
-from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_distill.teacher.model_folder import model_fingerprint, model_traits
 
 DENSE = {

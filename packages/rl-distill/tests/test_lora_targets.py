@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_distill.lora_targets import adapted_modules, adapter_shapes, adapter_size
-from rl_distill.mixture_config import MixtureConfig
+from rl_distill.architecture.lora_targets import adapted_modules, adapter_shapes, adapter_size
+from rl_distill.architecture.mixture_config import MixtureConfig
+from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.options import LoraOptions
-from rl_distill.policy_config import PolicyConfig
 
 DENSE = PolicyConfig(
     architecture="Qwen3MoeForCausalLM",

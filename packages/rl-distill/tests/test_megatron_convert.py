@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rl_core.errors import ShapeError
+from rl_distill.architecture.mixture_config import MixtureConfig, SigmoidRouting
+from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.megatron.convert import Block, Shard, blocks_of, padded_vocab_size
-from rl_distill.mixture_config import MixtureConfig, SigmoidRouting
 from rl_distill.options import ParallelOptions
-from rl_distill.policy_config import PolicyConfig
-from rl_distill.tensor_shapes import tensor_shapes
 
 Tensors = dict[str, torch.Tensor]
 

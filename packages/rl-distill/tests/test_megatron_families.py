@@ -12,14 +12,14 @@ from megatron.core.models.gpt import GPTModel
 from safetensors import safe_open
 
 from rl_core.data.ragged import offsets_of
+from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.hf_folder import PolicyTensors, write_policy_folder
-from rl_distill.megatron.attention_buckets import PackedLayout, packed_layout
+from rl_distill.megatron.attention.buckets import PackedLayout, packed_layout
+from rl_distill.megatron.attention.rotary import rotary_frequencies
 from rl_distill.megatron.convert import Shard, blocks_of
 from rl_distill.megatron.model_spec import block_spec, transformer_config
-from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.options import ParallelOptions
-from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
-from rl_distill.tensor_shapes import tensor_shapes
 
 WritePolicy = Callable[..., Path]
 LENGTHS = [9, 1, 30, 14]

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from rl_core.data.batch import Batch
+from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
+from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.checkpoint import STATE_FOLDER, state_shapes
 from rl_distill.checkpoints.torch_dist import TensorFolder
 from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
-from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_distill.supervised import supervised_objective
-from rl_distill.tensor_shapes import tensor_shapes
 from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]

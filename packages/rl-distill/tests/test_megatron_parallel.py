@@ -16,14 +16,14 @@ import transformers
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
+from rl_distill.architecture.model_memory import rank_memory
+from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.learner import MetricSums, MicroBatch, StepResult
 from rl_distill.megatron.convert import Shard
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.setup import VALUE_HEAD, chunk_blocks
-from rl_distill.model_memory import rank_memory
 from rl_distill.options import LearnerOptions, ParallelOptions
-from rl_distill.policy_config import parse_policy_config, read_policy_config
 
 MakeBatch = Callable[..., Batch]
 Started = Any  # conftest's

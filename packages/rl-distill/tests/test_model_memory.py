@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from rl_distill.mixture_config import MixtureConfig
-from rl_distill.model_memory import rank_memory
+from rl_distill.architecture.mixture_config import MixtureConfig
+from rl_distill.architecture.model_memory import rank_memory
+from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.architecture.tensor_shapes import count_parameters
 from rl_distill.options import ParallelOptions
-from rl_distill.policy_config import PolicyConfig
-from rl_distill.tensor_shapes import count_parameters
 
 DENSE = PolicyConfig(
     architecture="Qwen3MoeForCausalLM",

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_core.errors import DataError
+from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
+from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.hf_folder import read_policy_tensors, write_policy_folder
 from rl_distill.checkpoints.merged_folder import merge_adapter
 from rl_distill.checkpoints.peft_folder import AdapterFolder, read_adapter, write_adapter
 from rl_distill.options import LoraOptions
-from rl_distill.policy_config import parse_policy_config, read_policy_config
-from rl_distill.tensor_shapes import tensor_shapes
 
 OPTIONS = LoraOptions(rank=3, alpha=7.5, rslora=True, dropout=0.25)
 PEFT = "base_model.model."

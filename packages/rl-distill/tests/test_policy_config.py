@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from rl_core.errors import DataError, SettingsError
-from rl_distill.mixture_config import MixtureConfig, SigmoidRouting
-from rl_distill.policy_config import (
+from rl_distill.architecture.mixture_config import MixtureConfig, SigmoidRouting
+from rl_distill.architecture.policy_config import (
     SUPPORTED_ARCHITECTURES,
     LinearRopeScaling,
     Llama3RopeScaling,

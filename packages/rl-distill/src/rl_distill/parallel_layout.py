@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 
 from rl_core.errors import SettingsError
+from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.options import ParallelOptions
-from rl_distill.policy_config import PolicyConfig
 
 
 def teacher_layout(ranks: int, config: PolicyConfig) -> ParallelOptions:

@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 import transformers
 from torch import Tensor, nn
 
-from rl_distill.mixture_config import MixtureConfig
-from rl_distill.policy_config import PolicyConfig
+from rl_distill.architecture.mixture_config import MixtureConfig
+from rl_distill.architecture.policy_config import PolicyConfig
 
 
 class _Expert(nn.Module):

@@ -10,9 +10,9 @@ import torch
 
 from rl_core.data import Batch
 from rl_core.errors import NotReadyError, SettingsError, ShapeError
+from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.options import LearnerOptions
-from rl_distill.policy_config import parse_policy_config, read_policy_config
 
 
 def open_policy(policy: Path | str | Mapping[str, Any], *, is_critic: bool = False) -> PolicySource:

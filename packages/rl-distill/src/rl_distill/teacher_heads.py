@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import SettingsError
+from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.checkpoints.hf_folder import PolicyTensors
-from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 
 
 def read_heads(

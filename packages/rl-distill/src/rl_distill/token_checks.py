@@ -6,7 +6,7 @@ import numpy as np
 
 from rl_core.data import Batch, Ragged
 from rl_core.errors import ShapeError
-from rl_distill.policy_config import PolicyConfig
+from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.prefixes import ROUTED_EXPERTS
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from rl_core.data import Batch, Ragged
 from rl_core.errors import SettingsError
 from rl_core.record_fields import converts_arguments
+from rl_distill.architecture.tensor_shapes import is_trained
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
     finish_checkpoint,
@@ -42,7 +43,6 @@ from rl_distill.stepping import (
     parameter_dtype,
 )
 from rl_distill.teacher_heads import read_heads
-from rl_distill.tensor_shapes import is_trained
 
 
 class TorchLearner:

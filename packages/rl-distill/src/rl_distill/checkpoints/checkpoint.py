@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import CheckpointError, DataError, SettingsError
+from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill.architecture.tensor_shapes import Shape, is_trained, tensor_shapes
 from rl_distill.checkpoints.adapter_checkpoint import (
     ADAPTER,
     ADAPTER_FOLDER,
@@ -29,8 +31,6 @@ from rl_distill.checkpoints.peft_folder import write_adapter
 from rl_distill.checkpoints.plain_files import read_json_object
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, write_contents
 from rl_distill.options import LearnerOptions
-from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
-from rl_distill.tensor_shapes import Shape, is_trained, tensor_shapes
 
 FORMAT_VERSION = 2
 MAX_STEPS = 1 << 53

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rl_core.errors import DataError
 from rl_core.files import current_umask, read_json_object, read_safetensors_header
-from rl_distill.policy_config import PolicyConfig
-from rl_distill.tensor_shapes import Shape, is_trained, tensor_shapes
+from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.architecture.tensor_shapes import Shape, is_trained, tensor_shapes
 
 _log = structlog.get_logger(__name__)
 

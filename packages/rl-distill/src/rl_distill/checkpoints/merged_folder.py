@@ -9,12 +9,12 @@ from torch import Tensor
 from rl_core.errors import DataError
 from rl_core.files import shown
 from rl_core.record_fields import converts_arguments
+from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill.architecture.tensor_shapes import is_trained, tensor_shapes
 from rl_distill.checkpoints.adapter_checkpoint import TensorFingerprint, read_saved_adapter
 from rl_distill.checkpoints.checkpoint import DTYPES
 from rl_distill.checkpoints.hf_folder import PolicyTensors, write_policy_folder
 from rl_distill.checkpoints.peft_folder import AdapterFolder
-from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
-from rl_distill.tensor_shapes import is_trained, tensor_shapes
 
 
 @converts_arguments

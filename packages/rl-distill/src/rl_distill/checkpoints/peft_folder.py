@@ -16,9 +16,9 @@ from torch import Tensor
 from rl_core.errors import DataError
 from rl_core.files import StoredTensor, current_umask, read_json_object, read_safetensors_header, shown
 from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX
+from rl_distill.architecture.tensor_shapes import Shape
 from rl_distill.checkpoints.hf_folder import STORED_DTYPES
 from rl_distill.options import LoraOptions
-from rl_distill.tensor_shapes import Shape
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

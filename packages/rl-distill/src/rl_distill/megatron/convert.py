@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import ShapeError
-from rl_distill.policy_config import PolicyConfig
+from rl_distill.architecture.policy_config import PolicyConfig
 
 State = Mapping[str, Tensor]
 

@@ -11,10 +11,10 @@ from rl_core.data import Batch, Ragged
 from rl_core.errors import NotReadyError
 from rl_core.record_fields import converts_arguments
 from rl_core.weights import PEFT_PREFIX
+from rl_distill.architecture.lora_targets import adapted_modules, adapter_shapes, adapter_size
 from rl_distill.checkpoints.adapter_checkpoint import TensorFingerprint, TrainedAdapter
 from rl_distill.checkpoints.checkpoint import critic_shapes
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch, Objective, StepResult, ValueLoss
-from rl_distill.lora_targets import adapted_modules, adapter_shapes, adapter_size
 from rl_distill.megatron.model import Head
 from rl_distill.megatron.ranked_model import RankedModel, TrainedModel
 from rl_distill.megatron.ranks import LearnerRanks

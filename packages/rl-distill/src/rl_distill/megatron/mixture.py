@@ -19,9 +19,9 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from rl_distill.architecture.mixture_config import SigmoidRouting
+from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.megatron.experts import Experts
-from rl_distill.mixture_config import SigmoidRouting
-from rl_distill.policy_config import PolicyConfig
 
 _DISPATCHER = {"moe_token_dispatcher_type": "alltoall"}
 """variable_seq_lengths asks for it, in dense policies too."""

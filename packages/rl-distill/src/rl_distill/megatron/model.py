@@ -11,7 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rl_distill.lora_targets import adapted_modules
+from rl_distill.architecture.lora_targets import adapted_modules
+from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.megatron.convert import Shard, padded_vocab_size
 from rl_distill.megatron.model_spec import block_spec
 from rl_distill.megatron.rank_pack import PlacedPack
@@ -22,7 +23,6 @@ from rl_distill.objectives.teacher_tokens import TeacherTokens
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
 from rl_distill.objectives.vocabulary_parts import VocabularyPart, likeliest
 from rl_distill.options import LoraOptions
-from rl_distill.policy_config import PolicyConfig
 
 _CHUNK_LOGITS = 2**25
 """Logits that are alive at once; more are made in chunks, and again in the backward pass."""

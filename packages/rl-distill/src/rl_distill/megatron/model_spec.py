@@ -20,14 +20,14 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from rl_distill.megatron.attention import PackedAttention
-from rl_distill.megatron.attention_buckets import PackedLayout
+from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.megatron.attention.buckets import PackedLayout
+from rl_distill.megatron.attention.packed import PackedAttention
 from rl_distill.megatron.lora import with_adapter
 from rl_distill.megatron.mixture import mixture_settings, mixture_spec
 from rl_distill.megatron.norm import RMSNorm
 from rl_distill.megatron.swiglu import SwiGLU
 from rl_distill.options import LoraOptions, ParallelOptions
-from rl_distill.policy_config import PolicyConfig
 
 _WITHOUT_FUSIONS = dict.fromkeys(
     (

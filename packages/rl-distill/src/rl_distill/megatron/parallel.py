@@ -12,9 +12,9 @@ from megatron.core import parallel_state, tensor_parallel
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from rl_core.errors import SettingsError
+from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.megatron.convert import Shard
 from rl_distill.options import ParallelOptions
-from rl_distill.policy_config import PolicyConfig
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """A collective that takes longer fails on every rank that waits in it."""

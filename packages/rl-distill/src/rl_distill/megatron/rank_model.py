@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.errors import DataError
+from rl_distill.architecture.model_memory import RankMemory
 from rl_distill.learner import Objective
+from rl_distill.megatron.attention.rotary import rotary_frequencies
 from rl_distill.megatron.lora import base_alone, drawing_by
 from rl_distill.megatron.model import Scored, Wanted
 from rl_distill.megatron.offload import Offloaded
@@ -25,10 +27,8 @@ from rl_distill.megatron.parallel import Place, learner_device, shards_of_this_r
 from rl_distill.megatron.rank_pack import PlacedPack, Sharing, padded_length, place_pack, unknown_experts
 from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
 from rl_distill.megatron.rank_tensors import RankTensors, States
-from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.megatron.setup import ModelPlan, build_chunks
 from rl_distill.metric_sums import metric_totals
-from rl_distill.model_memory import RankMemory
 from rl_distill.objectives.comparison import LOSSES, comparison_of, with_measures
 from rl_distill.packing import Pack, scored_tokens
 from rl_distill.prefixes import ROUTED_EXPERTS

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX
+from rl_distill.architecture.model_memory import RankMemory
 from rl_distill.checkpoints.torch_dist import Piece
 from rl_distill.megatron.convert import Block, Shard
 from rl_distill.megatron.lora import PARAMETER
 from rl_distill.megatron.optimizer import MegatronAdam, Parameters
 from rl_distill.megatron.parallel import group_of_copies
 from rl_distill.megatron.setup import ModelPlan, chunk_blocks
-from rl_distill.model_memory import RankMemory
 
 States = Mapping[str, Sequence[Mapping[str, Tensor]]]
 """float32 weights and moments: by kind, for each chunk of the rank's model, by megatron's name."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from rl_core.data import Batch, Ragged, token_positions
 from rl_core.errors import CheckpointError
 from rl_core.record_fields import converts_arguments
+from rl_distill.architecture.lora_targets import adapted_modules
+from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
@@ -24,7 +26,6 @@ from rl_distill.checkpoints.checkpoint import (
 )
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult
-from rl_distill.lora_targets import adapted_modules
 from rl_distill.megatron.model import Head
 from rl_distill.megatron.rank_shares import RankShare, StepShare
 from rl_distill.megatron.rank_tensors import Exported
@@ -37,7 +38,6 @@ from rl_distill.parallel_layout import check_layout
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products
 from rl_distill.stepping import check_open, check_temperature, check_trainable, open_policy
-from rl_distill.tensor_shapes import tensor_shapes
 from rl_distill.token_checks import check_tokens
 
 

@@ -13,10 +13,10 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from rl_core.weights import LORA_B
+from rl_distill.architecture.lora_targets import adapted_modules
 from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.checkpoints.peft_folder import read_adapter
-from rl_distill.lora_targets import adapted_modules
 from rl_distill.megatron.convert import Block, Shard, blocks_of, whole_block
 from rl_distill.megatron.lora import PARAMETER
 from rl_distill.megatron.model import Head, PolicyModel

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from rl_core.data import Batch, Ragged, token_positions
 from rl_core.errors import SettingsError
+from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.megatron.ranked_model import RankedModel
-from rl_distill.policy_config import PolicyConfig
 from rl_distill.stepping import check_open, check_temperature
 
 

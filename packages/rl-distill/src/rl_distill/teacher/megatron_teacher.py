@@ -11,11 +11,11 @@ from rl_core.cluster import ClusterOptions, ResourcePool
 from rl_core.data import Batch, Ragged, RowKey
 from rl_core.errors import EngineDiedError, NotReadyError, RLError
 from rl_core.record_fields import converts_arguments
+from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.teacher import MegatronTeacherModel
 from rl_distill.options import LearnerOptions
 from rl_distill.parallel_layout import teacher_layout
-from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 Result = TypeVar("Result")

@@ -5,9 +5,9 @@ from fnmatch import fnmatchcase
 
 from rl_core.errors import SettingsError
 from rl_core.weights import LORA_A, LORA_B
+from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.architecture.tensor_shapes import Shape, tensor_shapes
 from rl_distill.options import LoraOptions
-from rl_distill.policy_config import PolicyConfig
-from rl_distill.tensor_shapes import Shape, tensor_shapes
 
 ALL_LINEAR = "all-linear"
 _WEIGHT = ".weight"

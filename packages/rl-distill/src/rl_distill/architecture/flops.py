@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from rl_distill.policy_config import PolicyConfig
-from rl_distill.tensor_shapes import count_parameters
+from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.architecture.tensor_shapes import count_parameters
 
 
 def forward_flops(config: PolicyConfig, lengths: Iterable[int], *, has_head: bool = True) -> float:

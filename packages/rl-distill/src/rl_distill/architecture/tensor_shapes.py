@@ -4,7 +4,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from rl_distill.policy_config import PolicyConfig
+from rl_distill.architecture.policy_config import PolicyConfig
 
 Shape = tuple[int, ...]
 

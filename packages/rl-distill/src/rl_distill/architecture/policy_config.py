@@ -11,7 +11,7 @@ from typing import Any
 from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.files import read_json_object, shown
 from rl_core.record_fields import converts_arguments, settings_record
-from rl_distill.mixture_config import ExpertChoice, MixtureConfig, count, finite, read_mixture
+from rl_distill.architecture.mixture_config import ExpertChoice, MixtureConfig, count, finite, read_mixture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rl_core.errors import ShapeError
-from rl_distill.megatron.attention_buckets import PACKED_FORMAT, HeadIndex, PackedLayout, causal_mask
+from rl_distill.megatron.attention.buckets import PACKED_FORMAT, HeadIndex, PackedLayout, causal_mask
+from rl_distill.megatron.attention.prefixes import prefix_attention
 from rl_distill.megatron.context import heads_to_tokens, tokens_to_heads
-from rl_distill.megatron.prefix_attention import prefix_attention
 
 _MATMUL_LENGTH = 192
 """Up to this length, on a CPU in float32, two batched products beat the fused kernel; memory grows with its square."""

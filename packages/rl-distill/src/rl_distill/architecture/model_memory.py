@@ -4,10 +4,10 @@ import math
 from typing import Literal, NamedTuple
 
 from rl_core.weights import LORA_B
-from rl_distill.lora_targets import adapter_shapes
+from rl_distill.architecture.lora_targets import adapter_shapes
+from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.architecture.tensor_shapes import ROUTED, is_trained, tensor_shapes
 from rl_distill.options import LoraOptions, ParallelOptions
-from rl_distill.policy_config import PolicyConfig
-from rl_distill.tensor_shapes import ROUTED, is_trained, tensor_shapes
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4

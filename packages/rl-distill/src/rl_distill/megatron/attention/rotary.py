@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from rl_distill.policy_config import Llama3RopeScaling, PolicyConfig
+from rl_distill.architecture.policy_config import Llama3RopeScaling, PolicyConfig
 
 
 def rotary_frequencies(config: PolicyConfig) -> Tensor:

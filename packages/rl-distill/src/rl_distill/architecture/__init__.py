@@ -1,0 +1,1 @@
+"""What a model is and takes, by its config.json and its layout alone; without torch."""

@@ -1,0 +1,1 @@
+"""Attention over packed trajectories: layouts, kernels for each, shared prefixes, rotary positions."""
