@@ -190,7 +190,9 @@ def types(session: nox.Session) -> None:
     session.run(*mypy, *SOURCES)
     for folder in sorted({path.parent for name in ("examples", "benchmarks") for path in (ROOT / name).rglob("*.py")}):
         session.run(
-            *mypy, str(folder.relative_to(ROOT)), env={"MYPYPATH": f"{folder}:{folder.parent}:tests/support"}
+            *mypy,
+            str(folder.relative_to(ROOT)),
+            env={"MYPYPATH": f"{folder}:{folder.parent}:tests/support:{folder / 'peers'}"},
         )  # scripts import neighbours
     session.run(tools, "-m", "mypy", "noxfile.py")
 

@@ -29,7 +29,7 @@ class Measured:
 
     def median(self, name: str) -> float:
         """Of a number of the rounds."""
-        return median(of[name] for of in self.rounds[1:])
+        return float(median(of[name] for of in self.rounds[1:]))
 
     def of_updates(self, name: str) -> float | None:
         """Median of a number of the updates; None where there were none."""
@@ -92,7 +92,8 @@ def of_steps(
     """Our time of a step as a share of another's: the median of the rounds' ratios."""
 
     def ratio(name: str) -> float:
-        return median(own[name] / other[name] for own, other in zip(ours.rounds[1:], theirs.rounds[1:], strict=True))
+        pairs = zip(ours.rounds[1:], theirs.rounds[1:], strict=True)
+        return float(median(own[name] / other[name] for own, other in pairs))
 
     compared = claim(workload, f"step of {system}, of {peer}'s", ratio("step_s"), wanted)
     return {**compared, "processor": round(ratio("processor_s"), 3)}
@@ -115,8 +116,8 @@ def check_same(workload: str, found: Found) -> dict[str, float]:
 
 def steps_of(of: Measured) -> Steps:
     """As the learner's benchmark compares them."""
-    names = {"losses": "loss", "grad_norms": "grad_norm"}
-    return Steps(**{name: [answer[key] for answer in of.rounds] for name, key in names.items()})
+    told = {name: [answer[name] for answer in of.rounds] for name in ("loss", "grad_norm")}
+    return Steps(losses=told["loss"], grad_norms=told["grad_norm"])
 
 
 def rounded(value: float | None, digits: int) -> float | None:

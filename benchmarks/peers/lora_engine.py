@@ -35,7 +35,7 @@ from rl_rollout.engines.vllm import VLLMEngine
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 SCALING = 2.0
-NUM_CANARIES, CANARY_TOKENS = 4, 32
+NUM_CANARIES, CANARY_TOKENS = 4, PROMPT_TOKENS
 
 
 class Engine:
