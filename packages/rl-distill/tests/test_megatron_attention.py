@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import rl_distill.megatron.attention.packed as attention
 import rl_distill.megatron.attention.buckets as layout_module
+import rl_distill.megatron.attention.packed as attention
 from rl_core.data.ragged import offsets_of
 from rl_core.errors import ShapeError
 from rl_distill.megatron.attention.buckets import packed_layout, plan_buckets
