@@ -112,7 +112,8 @@ class LoraColumn(ColumnParallelLinear):  # type: ignore[misc]
                 low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
             else:
                 low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
-        return _Added.apply(output, low, self._joined_b(), self._lora.scaling), bias  # type: ignore[no-untyped-call]
+        starts, parts = self._placed_b()
+        return _Added.apply(output, low, self._lora.scaling, starts, *parts), bias  # type: ignore[no-untyped-call]
 
     def _parts_of(self, buffer_name: str) -> dict[str, tuple[int, int, int]]:
         """(groups, heads of a group, rows of a head) of each matrix, in the order of the rows of a group."""
@@ -126,18 +127,27 @@ class LoraColumn(ColumnParallelLinear):  # type: ignore[misc]
             return {name: (groups, of_group, size) for name, of_group in heads.items()}
         return dict.fromkeys(("gate_proj", "up_proj"), (1, 1, self.output_size_per_partition // 2))
 
-    def _joined_b(self) -> Tensor:
-        """[out / ranks, rank * adapted matrices]: each B in the rows of its matrix and in columns of its own."""
+    def _placed_b(self) -> tuple[list[int], list[Tensor]]:
+        """Where each B begins in the output's columns, and B; it takes consecutive columns of what A gives.
+
+        Matrices whose rows lie group by group make one: each B in the rows of its matrix, in columns of its own.
+        """
         rank, size = self._lora.rank, self._lora.rank * len(self._names)
-        blocks, start = [], 0
-        for name, (shape, is_adapted) in self._parts.items():
-            if is_adapted:
-                own = self.lora_B[name].view(*shape, rank)
-                blocks.append(F.pad(own, (start, size - start - rank)))
-                start += rank
-            else:
+        blocks: list[Tensor] = []
+        starts: list[int] = []
+        num_rows = left = 0
+        for name, ((groups, heads, rows), is_adapted) in self._parts.items():
+            shape = groups, heads, rows
+            if is_adapted and groups == 1:
+                starts.append(num_rows)
+                blocks.append(self.lora_B[name])
+            elif is_adapted:
+                blocks.append(F.pad(self.lora_B[name].view(*shape, rank), (left, size - left - rank)))
+                left += rank
+            elif groups > 1:
                 blocks.append(self.weight.new_zeros(*shape, size))
-        return torch.cat(blocks, 1).flatten(0, 2)
+            num_rows += heads * rows
+        return (starts, blocks) if starts else ([0], [torch.cat(blocks, 1).flatten(0, 2)])
 
 
 class LoraRow(RowParallelLinear):  # type: ignore[misc]
@@ -177,25 +187,36 @@ class LoraRow(RowParallelLinear):  # type: ignore[misc]
 
 
 class _Added(torch.autograd.Function):
-    """output + scaling * low @ b.t(), in the place of output: [T, 1, out], [T, 1, rank] and [out, rank].
+    """output with scaling * low @ b.t() added in place, by parts: [T, 1, out], [T, 1, ranks], [rows, rank] each.
 
     Nothing keeps the frozen matrix's output, which is the largest tensor of a layer.
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, low: Tensor, b: Tensor, scaling: float) -> Tensor:
-        output.flatten(0, -2).addmm_(low.flatten(0, -2), b.t(), alpha=scaling)
+    def forward(ctx: Any, output: Tensor, low: Tensor, scaling: float, starts: Sequence[int], *parts: Tensor) -> Tensor:
+        for start, b, of_low in _by_part(starts, parts, low):
+            output.flatten(0, -2).narrow(1, start, len(b)).addmm_(of_low, b.t(), alpha=scaling)
         ctx.mark_dirty(output)
-        ctx.save_for_backward(low, b)
-        ctx.scaling = scaling
+        ctx.save_for_backward(low, *parts)
+        ctx.scaling, ctx.starts = scaling, starts
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        low, b = ctx.saved_tensors
-        grad = grads[0].flatten(0, -2)
-        of_low = (grad @ b).mul_(ctx.scaling).view_as(low)
-        return grads[0], of_low, (grad.t() @ low.flatten(0, -2)).mul_(ctx.scaling), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        low, *parts = ctx.saved_tensors
+        grad, of_lows, of_parts = grads[0].flatten(0, -2), [], []
+        for start, b, of_low in _by_part(ctx.starts, parts, low):
+            own = grad.narrow(1, start, len(b))
+            of_lows.append(own @ b)
+            of_parts.append((of_low.t() @ own).t().mul_(ctx.scaling))
+        of_low = torch.cat(of_lows, 1).mul_(ctx.scaling).view_as(low)
+        return grads[0], of_low, None, None, *of_parts
+
+
+def _by_part(starts: Sequence[int], parts: Sequence[Tensor], low: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Of each part where it begins in the output, its B, and its columns of what A gave."""
+    of_lows = torch.split(low.flatten(0, -2), [b.shape[1] for b in parts], 1)
+    yield from zip(starts, parts, of_lows, strict=True)
 
 
 def _parameter(layer: Any, shape: tuple[int, int], *, axis: int | None) -> Parameter:
