@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rl_core.errors import SettingsError
+from rl_distill import LoraOptions
+from rl_distill.checkpoints.peft_folder import write_adapter
 from rl_rollout.engines import TransformersOptions
 from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.trainable import trainable_problems
@@ -92,18 +95,23 @@ def test_all_that_is_wrong_is_told_at_once(folder: Path) -> None:
 
 def test_an_adapter_without_rank_is_refused_and_not_left_out(folder: Path) -> None:
     assert problems(folder, lora={"alpha": 16, "path": folder}) == [
-        "lora.alpha, lora.path set an adapter, but lora.rank = 0 trains all weights. Set lora.rank, or leave them out."
+        "lora.rank = 0 trains all weights; found lora.alpha, lora.path of an adapter. Set lora.rank, or leave out the "
+        "others."
     ]
     assert problems(folder, lora={"rank": 0}) == []
 
 
 def test_patterns_and_folders_that_do_not_fit_are_named(folder: Path) -> None:
-    wrong, missing = problems(folder, lora={"rank": 8, "target_modules": ["qkv"], "path": folder / "none"})
+    (wrong,) = problems(folder, lora={"rank": 8, "target_modules": ["qkv"]})
     assert wrong.startswith("lora.target_modules has 'qkv': ")
     assert "q_proj" in wrong
-    assert missing.startswith(f"lora.path: {folder / 'none'} is no folder")
-    (lacking,) = problems(folder, lora={"rank": 8, "path": folder / "policy"})
-    assert "has no adapter_config.json and no adapter_model.safetensors" in lacking
+    (missing,) = problems(folder, lora={"rank": 8, "path": folder / "none"})
+    assert missing.startswith("lora.path: ")
+    assert str(folder / "none" / "adapter_config.json") in missing
+    tensors = {"q_proj.lora_A.weight": torch.zeros(4, 8), "q_proj.lora_B.weight": torch.zeros(8, 4)}
+    write_adapter(folder / "another", tensors, options=LoraOptions(rank=4), matrices=[], base=None)
+    (another,) = problems(folder, lora={"rank": 8, "path": folder / "another"})
+    assert "rank is 4, this learner's 8" in another
 
 
 def test_the_engine_has_room_for_the_adapter_that_it_is_given(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """vLLM with adapters: conformance, peft as the oracle, and faults that its proof must name."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rl_core.weights.broadcast import BroadcastTransport
 from rl_core.weights.transports import SharedFileTransport
 from rl_core.weights.update import LORA_B
 from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
+from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.testing import AdapterConformance
 from rl_rollout.testing.adapter_checks import SEQUENCE
@@ -180,14 +181,20 @@ def test_faults_of_prompt_sharing_and_of_waiting_requests_are_named(
     update = served.packed(served.adapter(2), 2)
     request = GenerateRequest(input_ids=SEQUENCE, sampling=SamplingParams(max_tokens=60, seed=0), num_samples=2)
 
-    async def update_midway() -> tuple[str, ...]:
+    def lose(adapter: Any, running: Sequence[tuple[Sample, Any]]) -> None:
+        """Only the worker forgets."""
+        follow(adapter, running)
+        lost = {vllm_request.request_id: None for _, vllm_request in running}
+        served.core.collective_rpc("follow_adapter", args=(lost,))
+
+    async def update_midway(follow: Any) -> tuple[str, ...]:
         engine, core = served.engine, served.core
         running = asyncio.ensure_future(engine.generate(request))
         await engine.generate(short_request(seed=0))
         await engine.pause()
         with monkeypatch.context() as patch:
             patch.setattr(core.scheduler.connector, "reset_cache", lambda: True)
-            patch.setattr(type(engine._stepper._adapter), "_follow", lambda *_: None)  # type: ignore[union-attr]
+            patch.setattr(kind, "_follow", follow)
             receipt = await engine.update_weights(update)
         await engine.abort_all()
         await running
@@ -195,9 +202,16 @@ def test_faults_of_prompt_sharing_and_of_waiting_requests_are_named(
         problems: tuple[str, ...] = receipt.problems
         return problems
 
-    problems = asyncio.run(update_midway())
+    kind = type(served.engine._stepper._adapter)  # type: ignore[union-attr]
+    follow = kind._follow
+    problems = asyncio.run(update_midway(lambda *_: None))
     assert "1 samples of the weights before still share their prompts." in problems
-    assert sum("is served by 'policy@1', not 'policy@2'" in problem for problem in problems) == 2
+    assert sum("is served by 'policy@1', not 'policy@2'" in problem for problem in problems) == 4, (
+        "scheduler and worker"
+    )
+    served.publish(update)
+    problems = asyncio.run(update_midway(lose))
+    assert sum("is served by 'the base', not 'policy@2'" in problem for problem in problems) == 2
     served.publish(update)
 
 

@@ -132,7 +132,8 @@ class Learners:
             tensors = self.policy.export_weights()
         if steps_on and isinstance(transport, TensorTransport):
             tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        return transport.pack(tensors, version=version, tied=self.policy.tied, adapter=adapter)
+        also = {} if adapter is None else {"adapter": adapter}  # a transport that knows none takes all weights
+        return transport.pack(tensors, version=version, tied=self.policy.tied, **also)
 
     def offload(self) -> None:
         """Free their memory until they are used again."""

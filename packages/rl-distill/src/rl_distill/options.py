@@ -128,8 +128,12 @@ class LoraOptions:
             yield from not_numbers(self, ("alpha",), above=0.0)
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             yield f"dropout must be a number of at least 0 and below 1; found {self.dropout!r}."
-        if not self.target_modules:
-            yield 'target_modules must name at least one pattern, such as "all-linear"; found none.'
+        patterns: object = self.target_modules
+        if not isinstance(patterns, tuple | list) or not patterns or not all(isinstance(one, str) for one in patterns):
+            yield f'target_modules must be a list of patterns, such as ["all-linear"]; found {patterns!r}.'
+        path: object = self.path
+        if not isinstance(path, Path | None):
+            yield f"path must be a Path, or None; found {path!r}."
 
     def check(self) -> None:
         """Refuse what cannot be.

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 
-from rl_core.errors import SettingsError
+from rl_core.errors import DataError, SettingsError
 from rl_distill import LoraOptions, PolicyConfig, adapted_modules
 from rl_trainer_parts.settings.schema import Settings
 
-OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 FROM_LORA = ("max_lora_rank", "lora_target_modules")
 """Options of engines that follow from `[lora]`."""
 
@@ -35,8 +33,8 @@ def _without_rank(lora: LoraOptions) -> Iterator[str]:
     found = [field.name for field in fields(lora) if getattr(lora, field.name) != getattr(plain, field.name)]
     if found:
         yield (
-            f"{', '.join(f'lora.{name}' for name in found)} set an adapter, but lora.rank = 0 trains all weights. "
-            "Set lora.rank, or leave them out."
+            f"lora.rank = 0 trains all weights; found {', '.join(f'lora.{name}' for name in found)} of an adapter. Set "
+            "lora.rank, or leave out the others."
         )
 
 
@@ -51,18 +49,15 @@ def lora_files(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     if not lora.rank or any(lora.problems()):
         return
     try:
-        adapted_modules(config, lora)
+        modules = adapted_modules(config, lora)
     except SettingsError as error:
         yield from (f"lora.{line}" for line in str(error).splitlines())
-    if lora.path is not None:
-        yield from _adapter_folder(lora.path)
+        return
+    if lora.path is None:
+        return
+    from rl_distill.checkpoints.merged_folder import check_adapter  # imports torch
 
-
-def _adapter_folder(folder: Path) -> Iterator[str]:
-    if not folder.is_dir():
-        yield f"lora.path: {folder} is no folder. Give an adapter's in peft's format, such as a checkpoint's adapter/."
-    elif lacking := [name for name in OF_ADAPTERS if not (folder / name).is_file()]:
-        yield (
-            f"lora.path: {folder} has no {' and no '.join(lacking)}, so it is no adapter in peft's format. Give the "
-            "folder that peft's save_pretrained wrote, or a checkpoint's adapter/."
-        )
+    try:
+        check_adapter(lora.path, lora, modules)
+    except DataError as error:
+        yield f"lora.path: {error} Give the folder that peft's save_pretrained wrote, or a checkpoint's adapter/."

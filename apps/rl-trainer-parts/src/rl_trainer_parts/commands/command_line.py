@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
@@ -81,6 +81,8 @@ class Program:
         from rl_trainer_parts.settings.sources import load_settings
 
         settings = load_settings(file, words, os.environ, kind=self.settings())
+        if named is not None:  # it is whole, or has an adapter of its own
+            settings = settings.model_copy(update={"lora": replace(settings.lora, path=None)})
         say(f"{self.name}: evaluating {named or settings.policy.path}")
         from rl_trainer_parts.commands.validate import validate
 

@@ -1,6 +1,7 @@
 """How validation and test problems are asked, and what is said of the answers."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 
 from rl_core import Prompt
 from rl_metrics.run_files import GenerationSample, draw_places
@@ -12,6 +13,7 @@ from rl_trainer_parts.rollouts.answers import Answer, answers_of, first_answers,
 from rl_trainer_parts.rollouts.engines import make_engine, start_within
 from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.rollouts.setup import open_rollout
+from rl_trainer_parts.run.policies import merged_policy
 from rl_trainer_parts.settings.schema import Settings
 
 DRAW_SEED = 0
@@ -105,14 +107,18 @@ def draw_samples(
 
 
 async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, float]:
-    """What a validation says of the policy, on the validation and test problems."""
-    engine = make_engine(settings, settings.policy.path, serves_adapter=False)
-    try:
-        await start_within(engine, settings)
-        with open_rollout(settings, inputs.tokenizer, engine) as rollout:
-            return await evaluate_splits(settings, inputs, rollout)
-    finally:
-        await engine.close()
+    """What a validation says of the policy, on the validation and test problems; with the adapter of `lora.path`."""
+    with ExitStack() as opened:
+        policy = settings.policy.path
+        if settings.lora.rank and settings.lora.path is not None:
+            policy = opened.enter_context(merged_policy(settings.lora.path, base=policy))
+        engine = make_engine(settings, policy, serves_adapter=False)
+        try:
+            await start_within(engine, settings)
+            with open_rollout(settings, inputs.tokenizer, engine) as rollout:
+                return await evaluate_splits(settings, inputs, rollout)
+        finally:
+            await engine.close()
 
 
 async def evaluate_splits(settings: Settings, inputs: Inputs, rollout: Rollout) -> dict[str, float]:

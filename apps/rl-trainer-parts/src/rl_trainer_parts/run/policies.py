@@ -63,8 +63,23 @@ def opened_policy(path: Path) -> Iterator[Path]:
     if not is_adapter(source):
         yield source
         return
+    with merged_policy(source, base=None) as folder:
+        yield folder
+
+
+@contextmanager
+def merged_policy(adapter: Path, *, base: Path | None) -> Iterator[Path]:
+    """A temporary Hugging Face folder of an adapter merged into its base.
+
+    Args:
+        adapter: In peft's format.
+        base: Hugging Face folder; None for the one that the adapter names.
+
+    Raises:
+        DataError: The adapter or its base cannot be used.
+    """
     with temporary_folder("rl-merged-policy-") as folder:
-        _merge(source, folder / "policy", base=None)
+        _merge(adapter, folder / "policy", base=base)
         yield folder / "policy"
 
 

@@ -229,7 +229,7 @@ def check_canary(canary: Canary, scores: Sequence[FloatArray], *, tolerances: Pr
                 f"every tensor arrived and is live, but the engine's logprob of token {position} of canary sequence "
                 f"{index} is {found[position]:.4f}; the learner's is {expected[position]:.4f} (allowed difference "
                 f"{tolerances.canary:g}). Engine and learner compute different models: compare their configurations "
-                "(rope, norms, dtype)."
+                "(rope, norms, dtype), and whether the engine applies an adapter where there is one."
             )
         worst = max(worst, float(differences.max()))
     return worst

@@ -1,6 +1,6 @@
 """A Hugging Face folder of a base model with a LoRA adapter merged into its weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -10,11 +10,12 @@ from rl_core.errors import DataError
 from rl_core.files import shown
 from rl_core.record_fields import converts_arguments
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
-from rl_distill.architecture.tensor_shapes import is_trained, tensor_shapes
+from rl_distill.architecture.tensor_shapes import Shape, is_trained, tensor_shapes
 from rl_distill.checkpoints.adapter_checkpoint import TensorFingerprint, read_saved_adapter
 from rl_distill.checkpoints.checkpoint import DTYPES
 from rl_distill.checkpoints.hf_folder import PolicyTensors, write_policy_folder
-from rl_distill.checkpoints.peft_folder import AdapterFolder
+from rl_distill.checkpoints.peft_folder import AdapterFolder, opened_adapter
+from rl_distill.options import LoraOptions
 
 
 @converts_arguments
@@ -46,6 +47,21 @@ def merge_adapter(adapter_dir: Path, target: Path, *, base: Path | None = None) 
     tensors = PolicyTensors(folder, config)
     _check_base(adapter_dir, folder, tensors, config)
     write_policy_folder(target, config_json, _merged(tensors, config, adapter), source_dir=folder)
+
+
+@converts_arguments
+def check_adapter(folder: Path, options: LoraOptions, modules: Mapping[str, Shape]) -> None:
+    """Refuse a folder that a learner could not begin with; its tensors are not read.
+
+    Args:
+        folder: In peft's format.
+        options: The learner's.
+        modules: The matrices that the learner adapts, [out, in] by Hugging Face's name.
+
+    Raises:
+        DataError: Says what it has, and what the learner wants.
+    """
+    opened_adapter(folder, options, modules)
 
 
 def _named_base(adapter: AdapterFolder) -> Path:

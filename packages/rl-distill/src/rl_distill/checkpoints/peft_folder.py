@@ -84,13 +84,15 @@ class AdapterFolder:
         """A [rank, in] and B [out, rank] of a matrix, float32, B not multiplied by anything.
 
         Raises:
-            DataError: They cannot be read.
+            DataError: They cannot be read, or are not finite.
         """
         try:
             with safe_open(self._file, framework="pt") as file:
                 a, b = (file.get_tensor(PEFT_PREFIX + module + kind) for kind in (LORA_A, LORA_B))
         except (SafetensorError, OSError) as cause:
             raise DataError(f"{self._file}: the adapter of {module} cannot be read: {cause}") from cause
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise DataError(f"{self._file}: the adapter of {module} is not finite. Take an earlier one.")
         return a.to(torch.float32), b.to(torch.float32)
 
     def merged(self, module: str, weight: Tensor) -> Tensor:
@@ -117,6 +119,19 @@ def read_adapter(folder: Path, options: LoraOptions, modules: Mapping[str, Shape
     Raises:
         DataError: It cannot be used, or has another rank, alpha, shape or other modules than the learner.
     """
+    found = opened_adapter(folder, options, modules)
+    tensors: dict[str, Tensor] = {}
+    for name in modules:
+        tensors[name + LORA_A], tensors[name + LORA_B] = found.read(name)
+    return tensors
+
+
+def opened_adapter(folder: Path, options: LoraOptions, modules: Mapping[str, Shape]) -> AdapterFolder:
+    """The folder of `read_adapter`, which is that of this learner's adapter; its tensors are not read yet.
+
+    Raises:
+        DataError: As `read_adapter`.
+    """
     found = AdapterFolder(folder)
     differences = adapter_differences(found.options, found.modules, options, modules)
     differences += [
@@ -129,10 +144,7 @@ def read_adapter(folder: Path, options: LoraOptions, modules: Mapping[str, Shape
             f"{folder} has another adapter: {'; '.join(differences[:8])}. Set [lora] as the adapter has it, or leave "
             "out lora.path."
         )
-    tensors: dict[str, Tensor] = {}
-    for name in modules:
-        tensors[name + LORA_A], tensors[name + LORA_B] = found.read(name)
-    return tensors
+    return found
 
 
 def adapter_differences(

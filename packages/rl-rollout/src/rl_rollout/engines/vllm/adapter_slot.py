@@ -181,6 +181,15 @@ class AdapterSlot:
                 found.append(f"{name} serves an adapter, and version {version} has none for it.")
         return found
 
+    def misled(self, expected: Mapping[str, str | None]) -> Iterator[str]:
+        """What is wrong with running requests, as this worker knows them.
+
+        Args:
+            expected: Name of each request's adapter by vLLM's id; None of one that the base serves.
+        """
+        for request_id in expected.keys() & self._runner.requests.keys():
+            yield from wrong_adapter(request_id, self._runner.requests[request_id].lora_request, expected[request_id])
+
     def served(self, modules: Iterable[str]) -> list[str]:
         """Those of the Hugging Face modules that an adapter may change here."""
         return [module for module in modules if self._name(module) in self._parts]
@@ -202,6 +211,13 @@ def _adapted_parts(manager: Any) -> Iterator[tuple[str, AdaptedPart]]:
             )
         for index, name in enumerate(names):
             yield f"{parent}.{name}", AdaptedPart(layer, index)
+
+
+def wrong_adapter(request_id: str, found: Any, expected: str | None) -> Iterator[str]:
+    """What is wrong where a running request has another adapter than this; `found` is vLLM's LoRARequest, or None."""
+    name = None if found is None else found.lora_name
+    if name != expected:
+        yield f"request {request_id} is served by {name or 'the base'!r}, not {expected or 'the base'!r}."
 
 
 @lru_cache(maxsize=32)

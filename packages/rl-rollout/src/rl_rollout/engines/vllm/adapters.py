@@ -8,7 +8,7 @@ from vllm.lora.request import LoRARequest
 from rl_core.errors import EngineError
 from rl_core.weights import WeightUpdate
 from rl_rollout.engines.stepper import Sample
-from rl_rollout.engines.vllm.adapter_slot import ADAPTER_ID
+from rl_rollout.engines.vllm.adapter_slot import ADAPTER_ID, wrong_adapter
 from rl_rollout.engines.vllm.prompt_sharing import PromptSharing
 from rl_rollout.engines.weight_checks import Shapes, module_of
 
@@ -95,20 +95,25 @@ class PublishedAdapter:
         absences = self._core.collective_rpc("adapter_absence", args=(self.version,))
         return next((absence for absence in absences if absence is not None), None)
 
-    def problems(self) -> Iterator[str]:
-        """What is wrong after an update, beside the tensors themselves."""
+    def problems(self, running: Sequence[tuple[Sample, Any]]) -> Iterator[str]:
+        """What is wrong after an update, beside the tensors themselves.
+
+        Args:
+            running: Each sample with vLLM's request.
+        """
+        loras = {request.request_id: self.request_of(sample) for sample, request in running}
+        expected = {name: None if lora is None else lora.lora_name for name, lora in loras.items()}
         if self._can_serve:
-            for rank, found in enumerate(self._core.collective_rpc("adapter_problems", args=(self.version,))):
+            args = (self.version, expected)
+            for rank, found in enumerate(self._core.collective_rpc("adapter_problems", args=args)):
                 yield from (f"Worker {rank}: {problem}" for problem in found)
         scheduler = self._core.scheduler
         if num := len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block):
             yield f"{num} blocks of keys and values of the weights before are still in the prefix cache."
         if isinstance(scheduler.connector, PromptSharing) and (num := scheduler.connector.num_leaders):
             yield f"{num} samples of the weights before still share their prompts."
-        name = None if self.version is None else self._request().lora_name
-        for request in scheduler.requests.values():
-            if request.lora_request is not None and request.lora_request.lora_name != name:
-                yield f"Request {request.request_id} is served by {request.lora_request.lora_name!r}, not {name!r}."
+        for request_id, name in expected.items():
+            yield from wrong_adapter(request_id, scheduler.requests[request_id].lora_request, name)
 
     def _request(self) -> LoRARequest:
         return LoRARequest(f"policy@{self.version}", ADAPTER_ID, IN_MEMORY)

@@ -152,13 +152,14 @@ class VLLMStepper:
         ranks = self._replace_weights(update)
         self.reset_prefix_cache()
         self._version = update.version
-        self._adapter.replaced(update, list(self._running.values()))
+        running = list(self._running.values())
+        self._adapter.replaced(update, running)
         parts = self._core.collective_rpc("probe_live_weights", args=([*self._shapes, *update.tied],))
         return WeightReceipt(
             version=update.version,
             arrived=join_arrived(ranks, update),
             live=join_parts(parts, expected_probes(update)),
-            problems=tuple(self._adapter.problems()),
+            problems=tuple(self._adapter.problems(running)),
         )
 
     def _replace_weights(self, update: WeightUpdate) -> list[dict[str, int]]:

@@ -100,9 +100,9 @@ class WorkerExtension:
         return self._slot.absence(version)
 
     @torch.inference_mode()
-    def adapter_problems(self, version: int | None) -> list[str]:
-        """See `AdapterSlot.problems`."""
-        return self._slot.problems(version)
+    def adapter_problems(self, version: int | None, expected: Mapping[str, str | None]) -> list[str]:
+        """See `AdapterSlot.problems` and `AdapterSlot.misled`."""
+        return [*self._slot.problems(version), *self._slot.misled(expected)]
 
     @property
     def _slot(self) -> AdapterSlot:
