@@ -83,7 +83,8 @@ def adapter_run(tmp_path: Path) -> Path:
 
     def write_learner(folder: Path) -> PendingSave:
         tensors = {f"{module}.lora_A.weight": torch.ones(2, 8), f"{module}.lora_B.weight": torch.ones(8, 2)}
-        write_adapter(folder / "adapter", tensors, options=trained.options, matrices=shapes, base=base)
+        said = {"base": base, "base_digest": ("float32", trained.base_digest)}
+        write_adapter(folder / "adapter", tensors, options=trained.options, matrices=shapes, **said)
         header = {"options": {"dtype": "float32"}, "adapter": trained.record(base)}
         (folder / "learner.json").write_text(json.dumps(header))
         return PendingSave()

@@ -1,6 +1,7 @@
 """Checkpoints of adapters: A, B and moments alone; they go on bit for bit in any layout, on their own base alone."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -215,8 +216,11 @@ def test_an_adapter_belongs_to_its_base(
         MegatronLearner(other, OPTIONS, lora=LORA).load(saved)
     with pytest.raises(CheckpointError, match="of another model: num_layers is 2, this policy's 1"):
         MegatronLearner(small, OPTIONS, lora=LORA).load(saved)
+    shutil.copytree(saved / "adapter", tmp_path / "alone")
     with pytest.raises(DataError, match="has other weights than the base model of"):
-        merge_adapter(saved / "adapter", tmp_path / "merged", base=other)
+        merge_adapter(tmp_path / "alone", tmp_path / "merged", base=other)
+    with pytest.raises(DataError, match="was trained on a base model with other weights than this policy's"):
+        MegatronLearner(other, OPTIONS, lora=replace(LORA, path=tmp_path / "alone"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from torch import Tensor
 from rl_core.errors import CheckpointError
 from rl_core.weights import tensor_crc32c
 from rl_distill.checkpoints.peft_folder import adapter_differences, is_alpha
-from rl_distill.checkpoints.plain_files import read_json_object
 from rl_distill.options import DTYPES, LoraOptions
 
 LEARNER_FILE = "learner.json"
@@ -77,22 +76,10 @@ class SavedAdapter:
     Attributes:
         trained: As its learner had it.
         base: Folder of the base model at that time; None for random weights.
-        dtype: Of the learner, "float32" or "bfloat16".
     """
 
     trained: TrainedAdapter
     base: Path | None
-    dtype: str
-
-
-def read_saved_adapter(directory: Path) -> SavedAdapter | None:
-    """The adapter that a checkpoint's `learner.json` names; None where there is no such file, or all weights trained.
-
-    Raises:
-        CheckpointError: It is torn, or not what a learner writes.
-    """
-    file = directory / LEARNER_FILE
-    return saved_adapter(file, read_json_object(file)) if file.exists() else None
 
 
 def saved_adapter(file: Path, header: Mapping[str, Any]) -> SavedAdapter | None:
@@ -118,7 +105,7 @@ def saved_adapter(file: Path, header: Mapping[str, Any]) -> SavedAdapter | None:
         )
     options = LoraOptions(rank=rank, alpha=float(alpha), rslora=rslora)
     trained = TrainedAdapter(options=options, modules=tuple(modules), base_digest=digest)
-    return SavedAdapter(trained=trained, base=None if path is None else Path(path), dtype=dtype)
+    return SavedAdapter(trained=trained, base=None if path is None else Path(path))
 
 
 def check_same_adapter(directory: Path, saved: SavedAdapter | None, own: TrainedAdapter | None) -> None:

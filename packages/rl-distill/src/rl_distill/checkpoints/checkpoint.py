@@ -116,7 +116,14 @@ def finish_checkpoint(
     else:
         matrices = tensor_shapes(source.config)
         folder = directory / ADAPTER_FOLDER
-        write_adapter(folder, tensors, options=adapter.options, matrices=matrices, base=source.policy_dir)
+        write_adapter(
+            folder,
+            tensors,
+            options=adapter.options,
+            matrices=matrices,
+            base=source.policy_dir,
+            base_digest=(options.dtype, adapter.base_digest),
+        )
     _write_header(directory, source=source, options=options, step=step, adapter=adapter)
 
 

@@ -11,7 +11,7 @@ from rl_core.files import shown
 from rl_core.record_fields import converts_arguments
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import Shape, is_trained, tensor_shapes
-from rl_distill.checkpoints.adapter_checkpoint import TensorFingerprint, read_saved_adapter
+from rl_distill.checkpoints.adapter_checkpoint import TensorFingerprint
 from rl_distill.checkpoints.checkpoint import DTYPES
 from rl_distill.checkpoints.hf_folder import PolicyTensors, write_policy_folder
 from rl_distill.checkpoints.peft_folder import AdapterFolder, opened_adapter
@@ -30,7 +30,6 @@ def merge_adapter(adapter_dir: Path, target: Path, *, base: Path | None = None) 
     Raises:
         DataError: The adapter or the base cannot be used, or the base is not the adapter's.
         SettingsError: The base's architecture is not supported.
-        CheckpointError: The checkpoint's `learner.json` cannot be read.
     """
     adapter = AdapterFolder(adapter_dir)
     folder = base if base is not None else _named_base(adapter)
@@ -45,7 +44,7 @@ def merge_adapter(adapter_dir: Path, target: Path, *, base: Path | None = None) 
                 f"{'there is none' if found is None else f'it has shape {list(found)}'}. Name the adapter's own base."
             )
     tensors = PolicyTensors(folder, config)
-    _check_base(adapter_dir, folder, tensors, config)
+    _check_base(adapter, folder, tensors, config)
     write_policy_folder(target, config_json, _merged(tensors, config, adapter), source_dir=folder)
 
 
@@ -73,15 +72,15 @@ def _named_base(adapter: AdapterFolder) -> Path:
     return Path(adapter.base)
 
 
-def _check_base(adapter_dir: Path, folder: Path, tensors: PolicyTensors, config: PolicyConfig) -> None:
-    """Refuse another base than the one that a checkpoint's adapter was trained on."""
-    saved = read_saved_adapter(adapter_dir.parent)
-    if saved is None:
+def _check_base(adapter: AdapterFolder, folder: Path, tensors: PolicyTensors, config: PolicyConfig) -> None:
+    """Refuse another base than the one that an adapter was trained on, where it says which that was."""
+    if adapter.base_digest is None:
         return
-    fingerprint = TensorFingerprint(_whole(tensors, config, dtype=DTYPES[saved.dtype]))
-    if fingerprint.digest != saved.trained.base_digest:
+    dtype, digest = adapter.base_digest
+    if TensorFingerprint(_whole(tensors, config, dtype=DTYPES[dtype])).digest != digest:
         raise DataError(
-            f"{folder} has other weights than the base model of {adapter_dir}. Name the folder that it was trained on."
+            f"{folder} has other weights than the base model of {adapter.folder}. Name the folder that it was "
+            "trained on."
         )
 
 

@@ -18,9 +18,11 @@ from rl_core.files import StoredTensor, current_umask, read_json_object, read_sa
 from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX
 from rl_distill.architecture.tensor_shapes import Shape
 from rl_distill.checkpoints.hf_folder import STORED_DTYPES
-from rl_distill.options import LoraOptions
+from rl_distill.options import DTYPES, LoraOptions
 
 CONFIG_FILE = "adapter_config.json"
+BASE_FILE = "base.json"
+"""Ours, beside peft's files: dtype and digest of the base model."""
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_ALPHA = 1e9
 
@@ -54,6 +56,8 @@ class AdapterFolder:
         options: Rank, alpha, rsLoRA and dropout; the target modules are the names of the adapted ones.
         modules: The adapted matrices, [out, in] by Hugging Face's name, such as "model.layers.0.self_attn.q_proj".
         base: The base model as the adapter names it: a folder, or a name on a hub; None where it names none.
+        base_digest: (dtype, `TensorFingerprint` of the base in it), where the learner that trained the adapter said so;
+            peft's own folders have none.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,6 +76,7 @@ class AdapterFolder:
         _check_targets(folder / CONFIG_FILE, config, self.modules)
         base = config.get("base_model_name_or_path")
         self.base = base if isinstance(base, str) and base else None
+        self.base_digest = _base_digest(folder / BASE_FILE)
         self.options = LoraOptions(
             rank=config["r"],
             alpha=float(config["lora_alpha"]),
@@ -176,6 +181,7 @@ def write_adapter(
     options: LoraOptions,
     matrices: Iterable[str],
     base: Path | None,
+    base_digest: tuple[str, str] | None = None,
 ) -> None:
     """Write an adapter that peft and transformers load.
 
@@ -185,6 +191,7 @@ def write_adapter(
         options: Rank, alpha, rsLoRA and dropout.
         matrices: Names of all the policy's tensors: target modules are named by their ends where that is clear.
         base: Folder of the base model.
+        base_digest: As `AdapterFolder`'s.
 
     Raises:
         DataError: The folder has an adapter.
@@ -209,8 +216,23 @@ def write_adapter(
         "bias": "none",
         "target_modules": _target_names(modules, matrices),
     }
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    if base_digest is not None:
+        _write_json(folder / BASE_FILE, dict(zip(("dtype", "digest"), base_digest, strict=True)))
+    _write_json(folder / CONFIG_FILE, config)
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _base_digest(file: Path) -> tuple[str, str] | None:
+    if not file.exists():
+        return None
+    said = read_json_object(file)
+    dtype, digest = said.get("dtype"), said.get("digest")
+    if dtype not in DTYPES or not isinstance(digest, str):
+        raise DataError(f"{file} must say dtype and digest of the base model; remove it to use any base.")
+    return dtype, digest
 
 
 def _target_names(modules: Iterable[str], matrices: Iterable[str]) -> list[str]:

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from rl_core.data import Batch, Ragged
-from rl_core.errors import NotReadyError
+from rl_core.errors import DataError, NotReadyError
 from rl_core.record_fields import converts_arguments
 from rl_core.weights import PEFT_PREFIX
 from rl_distill.architecture.lora_targets import adapted_modules, adapter_shapes, adapter_size
 from rl_distill.checkpoints.adapter_checkpoint import TensorFingerprint, TrainedAdapter
 from rl_distill.checkpoints.checkpoint import critic_shapes
+from rl_distill.checkpoints.peft_folder import AdapterFolder
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch, Objective, StepResult, ValueLoss
 from rl_distill.megatron.model import Head
 from rl_distill.megatron.ranked_model import RankedModel, TrainedModel
@@ -48,6 +49,8 @@ class MegatronLearner(TrainedModel):
         self._lora = lora
         self._base_digest = ""
         super().__init__(policy, options, ranks=ranks, name=name)
+        if lora.rank and lora.path is not None:
+            self._check_base(lora.path)
 
     @property
     def num_trained(self) -> int:
@@ -83,10 +86,23 @@ class MegatronLearner(TrainedModel):
     def _trained_adapter(self) -> TrainedAdapter | None:
         if not self._lora.rank:
             return None
+        modules = tuple(adapted_modules(self._source.config, self._lora))
+        return TrainedAdapter(options=self._lora, modules=modules, base_digest=self._digest_of_base())
+
+    def _digest_of_base(self) -> str:
         if not self._base_digest:  # it never changes
             self._base_digest = TensorFingerprint(self.export_base().items()).digest
-        modules = tuple(adapted_modules(self._source.config, self._lora))
-        return TrainedAdapter(options=self._lora, modules=modules, base_digest=self._base_digest)
+        return self._base_digest
+
+    def _check_base(self, adapter: Path) -> None:
+        """Refuse an adapter that says that it was trained on another base, in this learner's dtype."""
+        said = AdapterFolder(adapter).base_digest
+        if said is not None and said[0] == self._options.dtype and said[1] != self._digest_of_base():
+            self.close()
+            raise DataError(
+                f"{adapter} was trained on a base model with other weights than this policy's. Begin with the policy "
+                "that it was trained on, or with the adapter merged into that (`export --merge`)."
+            )
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Logprobs of all tokens, float32, in the batch's row order, first token 0."""
