@@ -11,7 +11,11 @@ from rl_distill.option_values import is_number, not_among, not_numbers, not_whol
 
 DTYPES = ("float32", "bfloat16")
 DECAYS = ("linear", "cosine")
-RECOMPUTES = ("none", "full")
+RECOMPUTES = ("none", "selective", "full")
+RECOMPUTED_MODULES = ("core_attn", "layernorm", "mlp", "moe")
+"""Parts of a layer, by megatron's names."""
+KernelChoice = Literal["auto", "plain", "fused", "transformer_engine"]
+KERNELS = ("auto", "plain", "fused", "transformer_engine")
 PRODUCTS = ("auto", "torch", "onednn")
 SERVINGS = ("adapter", "merged")
 
@@ -37,7 +41,19 @@ class LearnerOptions:
         products: float32 matrix products on a CPU: "torch" (MKL's), "onednn", or "auto" for what is faster here, which
             a run measures at its start and keeps.
         dtype: Parameters in "float32" or "bfloat16" (with float32 master weights).
-        recompute: "full" makes each layer's activations again in the backward pass, for memory; "none" keeps them.
+        recompute: "full" makes each layer's activations again in the backward pass, where memory is short; "selective"
+            makes those of `recompute_modules` again, where it is nearly enough; "none" keeps them.
+        recompute_modules: Parts of a layer by megatron's names, "core_attn", "layernorm", "mlp" and "moe":
+            take those that keep much and compute little first, "layernorm" before "mlp".
+        kernels: "plain" computes as a CPU does best, and is there to compare with; "fused" takes a GPU's kernels, flash
+            attention over packs of any lengths and all experts in one product among them; "transformer_engine" also
+            takes that library's matrices and norms, where it is installed; "auto" is "fused" on GPUs, else "plain".
+        overlap_grad_reduce: Sum gradients over the data-parallel ranks while the backward pass still runs: for two GPUs
+            and more, where the network is not much faster than the pass.
+        overlap_param_gather: Collect the weights of the distributed optimizer while the next forward pass already runs;
+            needs `parallel.distributed_optimizer` and `overlap_grad_reduce`.
+        offload_optimizer: Keep Adam's moments and float32 weights in the host's memory but during its step, where a GPU
+            holds them not beside the activations; costs two copies a step.
         num_threads: Threads of a CPU learner; None leaves torch's setting.
         seed: Of the initial weights, where none are loaded, and of dropout.
     """
@@ -55,7 +71,12 @@ class LearnerOptions:
     shared_prefix_tokens: int = 16
     products: Literal["auto", "torch", "onednn"] = "auto"
     dtype: str = "float32"
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_modules: tuple[str, ...] = ("layernorm",)
+    kernels: KernelChoice = "auto"
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    offload_optimizer: bool = False
     num_threads: int | None = None
     seed: int = 0
 
@@ -65,7 +86,14 @@ class LearnerOptions:
         yield from not_whole(self, {"decay_steps": 1, "num_threads": 1}, or_none=True)
         yield from not_numbers(self, ("learning_rate", "eps"), above=0.0)
         yield from not_numbers(self, ("min_learning_rate", "weight_decay", "clip_grad"), at_least=0.0)
-        yield from not_among(self, {"dtype": DTYPES, "decay": DECAYS, "recompute": RECOMPUTES, "products": PRODUCTS})
+        known = {"dtype": DTYPES, "decay": DECAYS, "recompute": RECOMPUTES, "products": PRODUCTS, "kernels": KERNELS}
+        flags = ("overlap_grad_reduce", "overlap_param_gather", "offload_optimizer")
+        yield from not_among(self, {**known, **dict.fromkeys(flags, (False, True))})
+        modules: object = self.recompute_modules
+        if not isinstance(modules, tuple | list) or not modules or not set(modules) <= set(RECOMPUTED_MODULES):
+            yield f"recompute_modules must be some of {', '.join(RECOMPUTED_MODULES)}; found {modules!r}."
+        if self.overlap_param_gather is True and self.overlap_grad_reduce is False:
+            yield "overlap_param_gather needs overlap_grad_reduce = true."
         betas = self.betas
         if len(betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
             yield f"betas must be two numbers of at least 0 and below 1; found {betas!r}."

@@ -23,6 +23,7 @@ from torch import Tensor
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.megatron.attention.buckets import PackedLayout
 from rl_distill.megatron.attention.packed import PackedAttention
+from rl_distill.megatron.kernels import PLAIN, Kernels, PolicyTransformerConfig
 from rl_distill.megatron.lora import with_adapter
 from rl_distill.megatron.mixture import mixture_settings, mixture_spec
 from rl_distill.megatron.norm import RMSNorm
@@ -119,7 +120,8 @@ def transformer_config(
     init_method: Callable[[Tensor], object] | None,
     parallel: ParallelOptions = ParallelOptions(),  # noqa: B008 - frozen
     recompute: bool = False,
-) -> TransformerConfig:
+    kernels: Kernels = PLAIN,
+) -> PolicyTransformerConfig:
     """megatron's configuration of a policy.
 
     Args:
@@ -128,8 +130,10 @@ def transformer_config(
         init_method: Fills a weight; None draws from a normal distribution with the policy's deviation.
         parallel: How the policy is spread over ranks.
         recompute: Make each layer's activations again in the backward pass.
+        kernels: What computes.
     """
-    return TransformerConfig(
+    return PolicyTransformerConfig(
+        kernels=kernels,
         num_layers=policy.num_layers,
         hidden_size=policy.hidden_size,
         ffn_hidden_size=policy.ffn_hidden_size,

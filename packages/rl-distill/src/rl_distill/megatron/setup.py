@@ -18,6 +18,7 @@ from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.checkpoints.peft_folder import read_adapter
 from rl_distill.megatron.convert import Block, Shard, blocks_of, whole_block
+from rl_distill.megatron.kernels import chosen_kernels
 from rl_distill.megatron.lora import PARAMETER
 from rl_distill.megatron.model import Head, PolicyModel
 from rl_distill.megatron.model_spec import transformer_config
@@ -74,6 +75,7 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
         init_method=_keep,
         parallel=plan.parallel,
         recompute=plan.options.recompute == "full" and plan.trains,
+        kernels=chosen_kernels(plan.options.kernels, device=device, dtype=plan.dtype),
     )
     is_virtual = len(shards) > 1
     chunks = []
