@@ -25,7 +25,7 @@ from rl_distill.megatron.attention.buckets import PackedLayout
 from rl_distill.megatron.attention.packed import PackedAttention
 from rl_distill.megatron.kernels import PLAIN, Kernels, PolicyTransformerConfig
 from rl_distill.megatron.lora import with_adapter
-from rl_distill.megatron.mixture import mixture_settings, mixture_spec
+from rl_distill.megatron.mixture import dispatch_locally, mixture_settings, mixture_spec
 from rl_distill.megatron.norm import RMSNorm
 from rl_distill.megatron.swiglu import SwiGLU
 from rl_distill.options import LoraOptions, ParallelOptions
@@ -73,6 +73,8 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
         """
         super().__init__(*args, **kwargs)
         self.is_last = is_last
+        if self.is_moe_layer:
+            dispatch_locally(self.mlp)
 
     def forward(self, *args: Any, packed_seq_params: PackedLayout, **kwargs: Any) -> tuple[Tensor, Any]:
         """As megatron's layer, [T, 1, hidden] to [T, 1, hidden]."""
