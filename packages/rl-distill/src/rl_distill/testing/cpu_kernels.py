@@ -25,7 +25,7 @@ def install_cpu_kernels() -> None:
 
 def _by_group(x: Tensor, num_groups: int) -> Tensor:
     """[L, heads, D] as [groups, heads of a group, L, D], in float32 or wider."""
-    return x.to(_wide(x.dtype)).transpose(0, 1).unflatten(0, (num_groups, -1))
+    return torch.unflatten(x.to(_wide(x.dtype)).transpose(0, 1), 0, (num_groups, -1))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -102,7 +102,7 @@ def _backward(
     for queries, keys, scores in _stretches(query, key, (cu_seq_q, cu_seq_k), is_causal=is_causal, scale=scale):
         q, o, grad = (_by_group(x[queries], num_groups) for x in (query, out, grad_out))
         k, v = (_by_group(x[keys], num_groups) for x in (key, value))
-        p = (scores - lse[:, queries].unflatten(0, (num_groups, -1)).unsqueeze(-1)).exp()
+        p = (scores - torch.unflatten(lse[:, queries], 0, (num_groups, -1)).unsqueeze(-1)).exp()
         of_scores = p * (grad @ v.transpose(-1, -2) - (grad * o).sum(-1, keepdim=True)) * scale
         grad_q[queries] = (of_scores @ k).flatten(0, 1).transpose(0, 1).to(grad_q.dtype)
         for whole, found in ((grad_k, of_scores.transpose(-1, -2) @ q), (grad_v, p.transpose(-1, -2) @ grad)):
