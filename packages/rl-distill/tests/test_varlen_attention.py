@@ -1,5 +1,7 @@
 """Flash attention over packs, by kernels for the CPU, against the buckets."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -41,10 +43,12 @@ class Config:
     context_parallel_size = 1
 
 
-def layouts(rows: list[str], *, heads: int, groups: int, rotated: int = HEAD_DIM) -> list[PackedLayout]:
+def layouts(
+    rows: list[str], *, heads: int, groups: int, rotated: int = HEAD_DIM, device: str = "cpu"
+) -> list[PackedLayout]:
     """Of the rows' forest: by buckets, and by flash attention."""
     forest = prefix_forest([np.array([ord(letter) for letter in row]) for row in rows], min_shared=1)
-    positions = torch.arange(forest.num_computed) % 7
+    positions = torch.arange(forest.num_computed, device=device) % 7
     frequencies = 1.0 / 100 ** (torch.arange(0, rotated, 2) / rotated)
     return [
         packed_layout(positions, forest.offsets, frequencies=frequencies, head_counts=counts, spans=forest.spans)
@@ -52,9 +56,11 @@ def layouts(rows: list[str], *, heads: int, groups: int, rotated: int = HEAD_DIM
     ]
 
 
-def random_qkv(num_tokens: int, *, heads: int, groups: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def random_qkv(
+    num_tokens: int, *, heads: int, groups: int, head_dim: int = HEAD_DIM, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(num_tokens, 1, count, HEAD_DIM) for count in (heads, groups, groups)]
+    shapes = [(num_tokens, 1, count, head_dim) for count in (heads, groups, groups)]
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
@@ -215,3 +221,62 @@ def test_the_first_newer_kernels_that_work_are_used(monkeypatch: pytest.MonkeyPa
     finally:
         attention.restore_flash_attention_impl()
     assert attempts == ["broken", "fast", "fast"]
+
+
+@pytest.fixture(params=["FA2", "FA3", "FA4"])
+def gpu_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """torch's own flash kernels, then those that are installed beside it."""
+    if request.param != "FA2":
+        if request.param not in varlen._NEWER_KERNELS.get(torch.cuda.get_device_capability()[0], ()):
+            pytest.skip(f"{request.param} has no kernels for this GPU")
+        try:
+            attention.activate_flash_attention_impl(request.param)
+        except Exception as error:
+            pytest.skip(f"{request.param} is not installed: {error}")
+    yield request.param
+    if attention.current_flash_attention_impl() is not None:
+        attention.restore_flash_attention_impl()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(8, 2, 128), (4, 4, 64), (2, 1, 72)])
+@pytest.mark.parametrize("repeats", [1, 50])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.usefixtures("gpu_kernels")
+def test_a_gpu_equals_float32_on_the_cpu(rows: str, repeats: int, heads: int, groups: int, head_dim: int):
+    longer = ["".join(letter * repeats for letter in row) for row in ROWS[rows]]
+    (exact_layout, _), (_, layout) = (
+        layouts(longer, heads=heads, groups=groups, rotated=head_dim, device=device) for device in ("cpu", "cuda")
+    )
+    shapes = {"heads": heads, "groups": groups, "head_dim": head_dim}
+    rounded = [x.detach().bfloat16() for x in random_qkv(exact_layout.cos.shape[0], **shapes)]
+    weights = torch.randn(len(rounded[0]), 1, heads * head_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
+    core = PackedAttention(Config(), layer_number=1, softmax_scale=head_dim**-0.5)
+
+    columns = []
+    for device, dtype, of_device in (("cuda", torch.bfloat16, layout), ("cpu", torch.float32, exact_layout)):
+        qkv = [x.to(device, dtype).requires_grad_() for x in rounded]
+        out = core(*qkv, packed_seq_params=of_device)
+        grads = torch.autograd.grad((out * weights.to(device, dtype)).sum(), qkv)
+        columns.append([x.detach().float().cpu() for x in (out, *grads)])
+
+    for found, expected in zip(*columns, strict=True):
+        assert (found - expected).norm() < 2e-2 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_takes_the_newest_kernels_that_work():
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert chosen_kernels("auto", device=device, dtype=torch.bfloat16, head_dim=128).attention == "varlen"
+    assert chosen_kernels("auto", device=device, dtype=torch.float32, head_dim=128).attention == "buckets"
+    try:
+        chosen = varlen.use_newest_kernels(device, dtype=torch.bfloat16, head_dim=128)
+        assert chosen == (attention.current_flash_attention_impl() or "FA2")
+        qkv = [torch.ones(3, 2, 128, dtype=torch.bfloat16, device=device) for _ in range(3)]
+        out = varlen_attention(qkv, plan_blocks(np.array([0, 1, 3]), (), device=device), scale=1.0)
+        torch.testing.assert_close(out, qkv[2])
+    finally:
+        if attention.current_flash_attention_impl() is not None:
+            attention.restore_flash_attention_impl()

@@ -53,8 +53,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
             gave none at all. T counts this rank's tokens, layers all of the policy.
         routed: [layers, 2] int64, written by this rank's layers: tokens that took given experts, and those of them for
             which the router would have chosen others.
-        spans: Of the segments that others go on from.
-        blocks: Calls of flash attention, which has neither buckets nor heads' indices; () where these have the pack.
+        spans: Of the segments that others go on from, beside the buckets.
+        blocks: Calls of flash attention in the place of buckets, heads and spans; () where these have the pack.
     """
 
     buckets: tuple[tuple[int, int], ...] = ()
@@ -146,7 +146,7 @@ def packed_layout(
     device = position_ids.device
     if head_counts is None:
         blocks = plan_blocks(offsets, spans, device=device)
-        return PackedLayout(qkv_format=PACKED_FORMAT, cos=cos, sin=sin, spans=spans, blocks=blocks)
+        return PackedLayout(qkv_format=PACKED_FORMAT, cos=cos, sin=sin, blocks=blocks)
     buckets = plan_buckets(np.diff(offsets))
     places = _token_places(offsets, buckets)
     heads = {
