@@ -38,14 +38,22 @@ from rl_distill.teacher_heads import read_heads
 
 
 class RankModel:
-    """A policy or critic on this rank; every rank calls the same methods together."""
+    """A policy or critic on this rank; every rank calls the same methods together.
+
+    Attributes:
+        plan: What was built.
+        place: Which part of the work is this rank's.
+        step: Optimizer steps done so far.
+        tensors: The weights, and what belongs to them.
+        shares_prefixes: True where its attention computes once what rows share.
+    """
 
     def __init__(self, plan: ModelPlan) -> None:
         """Build this rank's part.
 
         Raises:
             DataError: A file or tensor of the policy's folder is missing or torn.
-            SettingsError: The products that were chosen cannot be computed here.
+            SettingsError: The products or kernels that were chosen cannot be computed here.
         """
         self.plan = plan
         chosen_products(plan.options.products)
@@ -56,7 +64,9 @@ class RankModel:
         self._chunks = build_chunks(plan, self._shards, device=self._device)
         self._adam: MegatronAdam | None = None
         self._offloaded: Offloaded | None = None
-        self._sharing = _sharing(plan, self._device)
+        has_flash = self._chunks[0].config.kernels.attention == "varlen"
+        self.shares_prefixes = has_flash or self._device.type == "cpu"
+        self._sharing = _sharing(plan, self._device, has_flash=has_flash)
         self._teacher_heads: list[Tensor] = []
         self._routed = [0, 0]
         if plan.trains:
@@ -292,7 +302,7 @@ class RankModel:
         return found
 
 
-def _sharing(plan: ModelPlan, device: torch.device) -> Sharing:
+def _sharing(plan: ModelPlan, device: torch.device, *, has_flash: bool) -> Sharing:
     config, parallel = plan.source.config, plan.parallel
     heads, groups = config.num_heads // parallel.tensor, config.num_key_value_heads // parallel.tensor
     has_context = parallel.context > 1
@@ -301,7 +311,7 @@ def _sharing(plan: ModelPlan, device: torch.device) -> Sharing:
         context_rank=parallel_state.get_context_parallel_rank() if has_context else 0,
         context_size=parallel.context,
         sequence_size=parallel.tensor if parallel.sequence else 1,
-        head_counts=(heads // parallel.context, max(1, groups // parallel.context)),
+        head_counts=None if has_flash else (heads // parallel.context, max(1, groups // parallel.context)),
         frequencies=rotary_frequencies(config).to(device),
     )
 

@@ -27,7 +27,7 @@ class Sharing:
         context_rank: Which stretch.
         context_size: Number of stretches.
         sequence_size: Parts that each stretch is cut into between the matrices.
-        head_counts: Heads of queries and of keys for which this rank attends.
+        head_counts: Heads of queries and of keys for which this rank attends by buckets; None for flash attention.
         frequencies: [rotated channels / 2] of the rotary embedding, on the rank's device.
     """
 
@@ -35,7 +35,7 @@ class Sharing:
     context_rank: int
     context_size: int
     sequence_size: int
-    head_counts: Sequence[int]
+    head_counts: Sequence[int] | None
     frequencies: Tensor
 
 

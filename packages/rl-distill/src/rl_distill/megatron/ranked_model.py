@@ -99,7 +99,9 @@ class RankedModel:
             trains=self.trains,
             lora=self._lora,
         )
-        self._num_parameters: int = sum(self._ranks.call_all("build", self._name, plan))
+        built: list[tuple[int, bool]] = self._ranks.call_all("build", self._name, plan)
+        self._num_parameters = sum(num_parameters for num_parameters, _ in built)
+        self._min_shared = options.shared_prefix_tokens if all(shares for _, shares in built) else 0
         self.step = 0
         self._is_open = True
 
@@ -182,11 +184,6 @@ class RankedModel:
             for of_rank, plan in zip(rows, plans, strict=True)
         ]
         return shares, rows
-
-    @property
-    def _min_shared(self) -> int:
-        """Of the options; 0 on GPUs, whose attention computes each row on its own."""
-        return 0 if self._ranks.places[0].has_gpu else self._options.shared_prefix_tokens
 
     def _call_shares(self, method: str, shares: Sequence[RankShare], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of the model with each rank's share; gives the answers in the order of the shares."""

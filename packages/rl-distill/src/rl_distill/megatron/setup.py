@@ -17,6 +17,7 @@ from rl_distill.architecture.lora_targets import adapted_modules
 from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.checkpoints.peft_folder import read_adapter
+from rl_distill.megatron.attention.varlen import use_newest_kernels
 from rl_distill.megatron.convert import Block, Shard, blocks_of, whole_block
 from rl_distill.megatron.kernels import chosen_kernels
 from rl_distill.megatron.lora import PARAMETER
@@ -68,14 +69,19 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
 
     Raises:
         DataError: A file or tensor is missing, torn or of another shape.
+        SettingsError: There are no such kernels here.
     """
+    head_dim = plan.source.config.head_dim
+    kernels = chosen_kernels(plan.options.kernels, device=device, dtype=plan.dtype, head_dim=head_dim)
+    if kernels.attention == "varlen" and device.type == "cuda":
+        use_newest_kernels(device, dtype=plan.dtype, head_dim=head_dim)
     config = transformer_config(
         plan.source.config,
         dtype=plan.dtype,
         init_method=_keep,
         parallel=plan.parallel,
         recompute=plan.options.recompute == "full" and plan.trains,
-        kernels=chosen_kernels(plan.options.kernels, device=device, dtype=plan.dtype),
+        kernels=kernels,
     )
     is_virtual = len(shards) > 1
     chunks = []
