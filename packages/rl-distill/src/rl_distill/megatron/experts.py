@@ -73,7 +73,11 @@ def _halves(weights: Any) -> tuple[Any, Any]:
 
 
 def _weight_grad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    """Of x @ weight.t(); None where the weight is frozen, or megatron's buffer has the gradient."""
+    """Of x @ weight.t(); None where the weight is frozen. Where megatron's buffer takes it, something in its place.
+
+    megatron's data parallelism, which may sum the buffer while others are made, hears of a gradient only where autograd
+    gets one, and then leaves it out. The weight itself has the right shape, and takes no memory.
+    """
     if not weight.requires_grad:
         return None
     total = getattr(weight, "main_grad", None)
@@ -83,4 +87,5 @@ def _weight_grad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
         total.addmm_(grad.t(), x)
     else:
         total.add_(torch.mm(grad.t(), x))
-    return None
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return weight.detach()

@@ -1,6 +1,6 @@
 """A rank's tensors by Hugging Face name: those that it exports, those that a checkpoint has, and what they take."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +27,13 @@ class RankTensors:
     """The tensors of a rank's model chunks and of their optimizer; every rank calls the same methods together."""
 
     def __init__(
-        self, plan: ModelPlan, chunks: Sequence[Any], shards: Sequence[Shard], adam: MegatronAdam | None
+        self,
+        plan: ModelPlan,
+        chunks: Sequence[Any],
+        shards: Sequence[Shard],
+        adam: MegatronAdam | None,
+        *,
+        gather: Callable[[], None],
     ) -> None:
         """Take what was built.
 
@@ -36,8 +42,10 @@ class RankTensors:
             chunks: The rank's.
             shards: One for each chunk.
             adam: Their optimizer; None where nothing trains.
+            gather: Has every weight of the last step on this rank.
         """
         self._plan, self._chunks, self._shards, self._adam = plan, chunks, shards, adam
+        self._gather = gather
 
     def memory(self) -> RankMemory:
         """What the model keeps between calls, as `rank_memory` foretells it."""
@@ -133,6 +141,7 @@ class RankTensors:
         return self._adapter() if self._plan.lora.rank else self._base()
 
     def _named(self) -> list[Parameters]:
+        self._gather()
         return [
             {name.removeprefix("module.").removeprefix("module."): p for name, p in chunk.named_parameters()}
             for chunk in self._chunks
