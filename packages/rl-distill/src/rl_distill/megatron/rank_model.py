@@ -62,6 +62,8 @@ class RankModel:
         self._routed = [0, 0]
         if plan.trains:
             self._adam = MegatronAdam(self._chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
+            if plan.options.offload_optimizer and self._device.type != "cpu":
+                self.keep_optimizer_on_host()
         self.tensors = RankTensors(plan, self._chunks, self._shards, self._adam, gather=lambda: self.gather_weights())
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_division
@@ -218,6 +220,10 @@ class RankModel:
             if self._device.type != "cpu":
                 torch.cuda.empty_cache()
         return self._offloaded.num_bytes
+
+    def keep_optimizer_on_host(self) -> None:
+        """From now on, keep the optimizer's state in the host's memory between its steps."""
+        self._trained().keep_on_host()
 
     def reload(self) -> None:
         """Bring back what `offload` freed."""

@@ -78,6 +78,10 @@ class RankTensors:
 
     def state_pieces(self) -> list[Piece]:
         """Copies of this rank's part of what a checkpoint has: float32 weights and Adam's moments, or an adapter's."""
+        with self._trained().on_device():
+            return self._state_pieces()
+
+    def _state_pieces(self) -> list[Piece]:
         adam, parameters = self._trained(), self._parameters()
         states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in ("exp_avg", "exp_avg_sq")}
         masters = [adam.master_weights(chunk) for chunk in parameters]
@@ -102,7 +106,7 @@ class RankTensors:
         """Continue from what was read into `empty_state`."""
         adam = self._trained()
         is_bf16 = self._plan.dtype != torch.float32
-        with torch.no_grad():
+        with torch.no_grad(), adam.on_device():
             for index, parameters in enumerate(self._parameters()):
                 weights = states["weights"][index]
                 for name, live in self._saved()[index].items():
