@@ -23,6 +23,7 @@ from rl_distill.megatron.lora import base_alone, drawing_by
 from rl_distill.megatron.model import Scored, Wanted
 from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.optimizer import MegatronAdam
+from rl_distill.megatron.overlap import gather_weights
 from rl_distill.megatron.parallel import Place, learner_device, shards_of_this_rank
 from rl_distill.megatron.rank_pack import PlacedPack, Sharing, padded_length, place_pack, unknown_experts
 from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
@@ -71,7 +72,9 @@ class RankModel:
         self._routed = [0, 0]
         if plan.trains:
             self._adam = MegatronAdam(self._chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
-        self.tensors = RankTensors(plan, self._chunks, self._shards, self._adam)
+            if plan.options.offload_optimizer and self._device.type != "cpu":
+                self.keep_optimizer_on_host()
+        self.tensors = RankTensors(plan, self._chunks, self._shards, self._adam, gather=lambda: self.gather_weights())
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_division
             chunk.config.grad_scale_func = None
@@ -221,17 +224,26 @@ class RankModel:
         gradients alone.
         """
         if self._offloaded is None:
+            self.gather_weights()
             weights, gradients, optimizer = self.tensors.kept()
             self._offloaded = Offloaded([] if self._device.type == "cpu" else [*weights, *optimizer], gradients)
             if self._device.type != "cpu":
                 torch.cuda.empty_cache()
         return self._offloaded.num_bytes
 
+    def keep_optimizer_on_host(self) -> None:
+        """From now on, keep the optimizer's state in the host's memory between its steps."""
+        self._trained().keep_on_host()
+
     def reload(self) -> None:
         """Bring back what `offload` freed."""
         if self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
+
+    def gather_weights(self) -> None:
+        """Have all weights of the last step on every rank, for whoever reads them outside a pass."""
+        gather_weights(self._chunks)
 
     def memory(self) -> RankMemory:
         """See `RankTensors.memory`."""
