@@ -150,7 +150,7 @@ def cuda_type_names(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
     """
     on_cpu = [parameter for parameter in parameters if not parameter.is_cuda]
     for parameter in on_cpu:
-        name = str(parameter.type()).replace("torch.", "torch.cuda.", 1)
+        name = "torch.cuda." + str(parameter.type()).rpartition(".")[2]
         parameter.type = functools.partial(str, name)  # type: ignore[method-assign, assignment]
     try:
         yield
