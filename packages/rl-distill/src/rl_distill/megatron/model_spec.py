@@ -104,7 +104,7 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
         experts = self._experts(packed_seq_params, kept, num_tokens=hidden.shape[0]) if self.is_moe_layer else None
         compute = partial(self._forward_experts, experts=experts) if self.is_moe_layer else self._forward_mlp
         is_again = self.recomputes_mlp and self.training
-        hidden = tensor_parallel.checkpoint(compute, False, hidden) if is_again else compute(hidden)  # noqa: FBT003
+        hidden = tensor_parallel.checkpoint(compute, False, hidden) if is_again else compute(hidden)
         if experts is not None:
             self._count_rows(packed_seq_params, experts)
         return hidden, context
