@@ -23,11 +23,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from rl_core.errors import DeadlineError, TransferError
-from rl_core.weights.secret_sockets import connect, hang_up, receive_into, receive_message, send, send_message
+from rl_core.weights.secret_sockets import (
+    connect,
+    hang_up,
+    receive_into,
+    receive_message,
+    send,
+    send_message,
+    wait_readable,
+)
 from rl_core.weights.update import Broadcast
 
 SENDER = 0
 PAUSE_S = 0.0005
+READY = b"+"
 
 
 class TensorSpec(NamedTuple):
@@ -62,6 +71,7 @@ class BroadcastGroup:
         size: int,
         device: torch.device,
         connections: Sequence[socket.socket] = (),
+        engine: socket.socket | None = None,
     ) -> None:
         """Meet the others.
 
@@ -72,6 +82,7 @@ class BroadcastGroup:
             size: How many meet.
             device: Where buckets are.
             connections: Of the sender, to its workers by their ranks; a worker makes its own.
+            engine: Of the sender, to the workers' engine, which says nothing while they receive, unless it ends.
 
         Raises:
             TransferError: The sender is gone.
@@ -79,6 +90,7 @@ class BroadcastGroup:
         self._meeting, self._name, self._device = meeting, name, device
         self._is_sender = rank == SENDER
         self._connections = list(connections)
+        self._engine = engine
         self._group: Any = None
         try:
             if not self._is_sender:
@@ -199,7 +211,11 @@ class BroadcastGroup:
         return thread.submit(after_stream)
 
     def _broadcast(self, values: torch.Tensor) -> None:
+        """Move one bucket; each worker says when it is ready, so that nobody's deadline counts what others send it."""
         try:
+            if not self._connections:
+                raise ConnectionError("this member has left the group")
+            self._agree()
             if self._group is not None:
                 self._wait(self._group.broadcast([values], _from_sender()))
             else:
@@ -212,9 +228,15 @@ class BroadcastGroup:
                 "Another member ended; start it again."
             ) from error
 
+    def _agree(self) -> None:
+        for connection in self._connections:
+            if not self._is_sender:
+                send(connection, READY, ends_at=time.monotonic() + self._meeting.deadline_s)
+                continue
+            wait_readable(connection, unless=self._engine)  # while both live, or until the sender gives them up
+            receive_into(connection, memoryview(bytearray(len(READY))), ends_at=math.inf)
+
     def _pass_on(self, content: memoryview) -> None:
-        if not self._connections:
-            raise ConnectionError("this member has left the group")
         ends_at = time.monotonic() + self._meeting.deadline_s
         for connection in self._connections:
             if self._is_sender:
