@@ -184,8 +184,15 @@ def _total(weight: Tensor) -> Tensor | None:
 
 
 def _own(weight: Tensor, total: Tensor | None) -> Tensor | None:
-    """The gradient that autograd shall have: None where it is in megatron's buffer."""
-    return None if hasattr(weight, "main_grad") else total
+    """The gradient that autograd shall have; where it is in megatron's buffer, something in its place.
+
+    megatron's data parallelism, which may sum the buffer while others are made, hears of a gradient only where autograd
+    gets one, and then leaves it out. The weight itself has the right shape, and takes no memory.
+    """
+    if total is None or not hasattr(weight, "main_grad"):
+        return total
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return weight.detach()
 
 
 def _add_product(total: Tensor | None, index: int, grad: Tensor, x: Tensor) -> None:
