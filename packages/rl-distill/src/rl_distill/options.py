@@ -18,6 +18,7 @@ KernelChoice = Literal["auto", "plain", "fused", "transformer_engine"]
 KERNELS = ("auto", "plain", "fused", "transformer_engine")
 PRODUCTS = ("auto", "torch", "onednn")
 SERVINGS = ("adapter", "merged")
+MAX_ALPHA = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +155,8 @@ class LoraOptions:
         yield from not_among(self, {"serving": SERVINGS, "rslora": (False, True)})
         if self.alpha is not None:
             yield from not_numbers(self, ("alpha",), above=0.0)
+            if is_number(self.alpha) and self.alpha >= MAX_ALPHA:
+                yield f"alpha must be below {MAX_ALPHA:g}; found {self.alpha:g}."
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             yield f"dropout must be a number of at least 0 and below 1; found {self.dropout!r}."
         patterns: object = self.target_modules

@@ -34,7 +34,7 @@ from rl_distill.megatron.setup import ModelPlan
 from rl_distill.metric_sums import metric_values
 from rl_distill.options import LoraOptions, ParallelOptions
 from rl_distill.packing import Rows, plan_batch
-from rl_distill.parallel_layout import check_layout
+from rl_distill.parallel_layout import check_layout, check_learner
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products
 from rl_distill.stepping import check_open, check_temperature, check_trainable, open_policy
@@ -85,6 +85,8 @@ class RankedModel:
         self._source = open_policy(policy, is_critic=self.head == "value")
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config)
+        if self.trains:
+            check_learner(options, parallel, self._source.config)
         adapted_modules(self._source.config, self._lora)
         self._name = name or self.kind
         self._owns_ranks = ranks is None
