@@ -5,8 +5,7 @@ numbers between its passes it gets ones, and in a pass nothing may ask.
 """
 
 import contextlib
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import megatron.core.pipeline_parallel.p2p_communication as p2p
@@ -16,20 +15,20 @@ from megatron.core import parallel_state
 from torch.optim import adam
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rl_distill.megatron import rank_model, setup
-from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.parallel import initialize_groups
 from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.options import ParallelOptions
 
-META, HOST = torch.device("meta"), torch.device("cpu")
+META = torch.device("meta")
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
 WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_dim}
-"""What stops the host until a GPU has come so far."""
+"""What stops the host until a GPU has come so far; so do reads and writes by a mask."""
+
+BY_INDEX = {aten.index, aten.index_put, aten.index_put_}
 
 
 COALESCED = {
@@ -66,14 +65,14 @@ class AsOnGpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        tensors = list(_tensors((*args, *kwargs.values())))
         on_gpu = [one for one in tensors if one.device.type == "meta"]
         packet = func.overloadpacket
         if packet in (aten._to_copy, aten.copy_):
             self._check_copy(func, tensors, kwargs)
         elif on_gpu and any(one.device.type != "meta" and one.ndim for one in tensors):
             raise WaitError(f"{func} of tensors on {[str(one.device) for one in tensors]}")
-        if on_gpu and packet in WAITS:
+        if on_gpu and (packet in WAITS or (packet in BY_INDEX and _selects_by_mask(*args))):
             if self.is_in_pass:
                 raise WaitError(f"{func} of {[list(one.shape) for one in on_gpu]} waits for the GPU")
             if packet is aten._local_scalar_dense:
@@ -89,6 +88,20 @@ class AsOnGpu(TorchDispatchMode):
         source, target = tensors[-1].device, torch.device(kwargs.get("device") or tensors[0].device)
         if self.is_in_pass and source != target and not kwargs.get("non_blocking"):
             raise WaitError(f"{func} of {list(tensors[-1].shape)} from {source} to {target} waits")
+
+
+def _selects_by_mask(_self: Any, indices: list[Any], values: torch.Tensor | None = None, *_: Any) -> bool:
+    """True where the number of elements is not known before; a single value is written by `masked_fill`."""
+    is_one = values is not None and values.numel() == 1
+    return not is_one and any(one is not None and one.dtype == torch.bool for one in indices)
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for one in arguments:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from _tensors(one)
 
 
 def become_rank(rank: int, parallel: ParallelOptions) -> None:
