@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rl_distill.megatron.cpu import cuda_type_names
+from rl_distill.megatron.offload import Hosted
 from rl_distill.megatron.parallel import group_of_copies
 from rl_distill.options import LearnerOptions
 from rl_distill.stepping import clip_scale
@@ -70,6 +72,7 @@ class MegatronAdam:
                 group["weight_decay"] = options.weight_decay * group["wd_mult"]
                 if isinstance(inner, torch.optim.AdamW):
                     group["fused"] = True  # one pass over memory for each parameter, on CPU and GPU
+        self._hosted: Hosted | None = None
         self._mains = self._find_mains([p for chunk in chunks for p in chunk.parameters() if p.requires_grad])
 
     def zero_grad(self) -> None:
@@ -104,10 +107,20 @@ class MegatronAdam:
         if scale < 1.0:  # megatron's own clipping insists on CUDA tensors
             grads = [p.grad for inner in self.inner() for group in inner.param_groups for p in group["params"]]
             torch._foreach_mul_([grad for grad in grads if grad is not None], scale)
-        self._optimizer.step_with_ready_grads()
+        with self.on_device():
+            self._optimizer.step_with_ready_grads()
+
+    def keep_on_host(self) -> None:
+        """From now on, keep moments and float32 weights in the host's memory but during `step` and `on_device`."""
+        if self._hosted is None:
+            self._hosted = Hosted(self.tensors)
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Moments and float32 weights can be read and written inside the context."""
+        return nullcontext() if self._hosted is None else self._hosted.on_device()
 
     def moments(self, parameters: Parameters, name: str) -> dict[str, Tensor]:
-        """A moment of each parameter, in its shape; zeros before the first step. Every rank calls it together."""
+        """A moment of each parameter, in its shape; zeros before the first step. Every rank calls it `on_device`."""
         out = {}
         for parameter_name, parameter in parameters.items():
             main = self._mains[parameter]

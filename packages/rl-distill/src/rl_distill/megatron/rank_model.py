@@ -23,6 +23,7 @@ from rl_distill.megatron.lora import base_alone, drawing_by
 from rl_distill.megatron.model import Scored, Wanted
 from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.optimizer import MegatronAdam
+from rl_distill.megatron.overlap import gather_weights
 from rl_distill.megatron.parallel import Place, learner_device, shards_of_this_rank
 from rl_distill.megatron.rank_pack import PlacedPack, Sharing, on_device, padded_length, place_pack, unknown_experts
 from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
@@ -37,7 +38,15 @@ from rl_distill.teacher_heads import read_heads
 
 
 class RankModel:
-    """A policy or critic on this rank; every rank calls the same methods together."""
+    """A policy or critic on this rank; every rank calls the same methods together.
+
+    Attributes:
+        plan: What was built.
+        place: Which part of the work is this rank's.
+        step: Optimizer steps done so far.
+        tensors: The weights, and what belongs to them.
+        shares_prefixes: True where its attention computes once what rows share.
+    """
 
     def __init__(self, plan: ModelPlan, *, device: torch.device | None = None) -> None:
         """Build this rank's part.
@@ -48,7 +57,7 @@ class RankModel:
 
         Raises:
             DataError: A file or tensor of the policy's folder is missing or torn.
-            SettingsError: The products that were chosen cannot be computed here.
+            SettingsError: The products or kernels that were chosen cannot be computed here.
         """
         self.plan = plan
         chosen_products(plan.options.products)
@@ -59,12 +68,16 @@ class RankModel:
         self._chunks = build_chunks(plan, self._shards, device=self._device)
         self._adam: MegatronAdam | None = None
         self._offloaded: Offloaded | None = None
-        self._sharing = _sharing(plan)
+        has_flash = self._chunks[0].config.kernels.attention == "varlen"
+        self.shares_prefixes = has_flash or self._device.type == "cpu"
+        self._sharing = _sharing(plan, has_flash=has_flash)
         self._teacher_heads: list[Tensor] = []
         self._routed = [0, 0]
         if plan.trains:
             self._adam = MegatronAdam(self._chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
-        self.tensors = RankTensors(plan, self._chunks, self._shards, self._adam)
+            if plan.options.offload_optimizer and self._device.type != "cpu":
+                self.keep_optimizer_on_host()
+        self.tensors = RankTensors(plan, self._chunks, self._shards, self._adam, gather=lambda: self.gather_weights())
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_division
             chunk.config.grad_scale_func = None
@@ -218,17 +231,26 @@ class RankModel:
         gradients alone.
         """
         if self._offloaded is None:
+            self.gather_weights()
             weights, gradients, optimizer = self.tensors.kept()
             self._offloaded = Offloaded([] if self._device.type == "cpu" else [*weights, *optimizer], gradients)
             if self._device.type != "cpu":
                 torch.cuda.empty_cache()
         return self._offloaded.num_bytes
 
+    def keep_optimizer_on_host(self) -> None:
+        """From now on, keep the optimizer's state in the host's memory between its steps."""
+        self._trained().keep_on_host()
+
     def reload(self) -> None:
         """Bring back what `offload` freed."""
         if self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
+
+    def gather_weights(self) -> None:
+        """Have all weights of the last step on every rank, for whoever reads them outside a pass."""
+        gather_weights(self._chunks)
 
     def memory(self) -> RankMemory:
         """See `RankTensors.memory`."""
@@ -300,7 +322,7 @@ class RankModel:
         return found
 
 
-def _sharing(plan: ModelPlan) -> Sharing:
+def _sharing(plan: ModelPlan, *, has_flash: bool) -> Sharing:
     config, parallel = plan.source.config, plan.parallel
     heads, groups = config.num_heads // parallel.tensor, config.num_key_value_heads // parallel.tensor
     has_context = parallel.context > 1
@@ -309,7 +331,7 @@ def _sharing(plan: ModelPlan) -> Sharing:
         context_rank=parallel_state.get_context_parallel_rank() if has_context else 0,
         context_size=parallel.context,
         sequence_size=parallel.tensor if parallel.sequence else 1,
-        head_counts=(heads // parallel.context, max(1, groups // parallel.context)),
+        head_counts=None if has_flash else (heads // parallel.context, max(1, groups // parallel.context)),
         frequencies=rotary_frequencies(config),
     )
 

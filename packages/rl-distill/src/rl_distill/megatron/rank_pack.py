@@ -27,7 +27,7 @@ class Sharing:
         context_rank: Which stretch.
         context_size: Number of stretches.
         sequence_size: Parts that each stretch is cut into between the matrices.
-        head_counts: Heads of queries and of keys for which this rank attends.
+        head_counts: Heads of queries and of keys for which this rank attends by buckets; None for flash attention.
         frequencies: [rotated channels / 2] of the rotary embedding, in the host's memory.
     """
 
@@ -35,7 +35,7 @@ class Sharing:
     context_rank: int
     context_size: int
     sequence_size: int
-    head_counts: Sequence[int]
+    head_counts: Sequence[int] | None
     frequencies: Tensor
 
 
@@ -169,12 +169,14 @@ def on_device(placed: PlacedPack, device: torch.device) -> PlacedPack:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """A tensor, or a record or mapping of such, on a device."""
+    """A tensor, or a record, mapping or tuple of such, on a device."""
     if torch.is_tensor(value):
         value = value.pin_memory() if device.type == "cuda" else value
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
         return {key: _moved(one, device) for key, one in value.items()}
+    if type(value) is tuple:
+        return tuple(_moved(one, device) for one in value)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{field.name: _moved(getattr(value, field.name), device) for field in fields(value)})
     return value
