@@ -5,11 +5,7 @@ numbers between its passes it gets ones, and in a pass nothing may ask.
 """
 
 import contextlib
-<<<<<<< HEAD
 from collections.abc import Callable, Iterable, Iterator
-=======
-from collections.abc import Callable, Iterator
->>>>>>> main
 from typing import Any
 
 import megatron.core.pipeline_parallel.p2p_communication as p2p

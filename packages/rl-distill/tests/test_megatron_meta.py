@@ -50,6 +50,28 @@ DENSE: dict[str, dict[str, Any]] = {
     "LoRA": {"policy": QWEN3, "lora": 4},
 }
 
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+GLM = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Qwen3-MoE": {
+        "policy": {**BASE, **MIXTURE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    },
+    "GLM-MoE": {"policy": {**BASE, **GLM, "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}},
+}
+
 LAYOUTS = {
     "one": ParallelOptions(),
     "TP2": ParallelOptions(ranks=2, tensor=2),
@@ -62,16 +84,23 @@ LAYOUTS = {
 }
 
 ONE = LAYOUTS["one"]
+MIXTURE_LAYOUTS = {
+    **{name: layout for name, layout in LAYOUTS.items() if layout.tensor == 1 or layout.sequence},
+    "EP2": ParallelOptions(ranks=2, expert=2),
+    "TP2+SP EP2 ETP1": ParallelOptions(ranks=2, tensor=2, sequence=True, expert=2, expert_tensor=1),
+    "8 mixed experts": ParallelOptions(ranks=8, tensor=2, sequence=True, pipeline=2, expert=4, expert_tensor=1),
+}
+
 RECOMPUTES = ("none", "selective", "full")
 
 
-def matrix(families: dict[str, Any]) -> list[Any]:
+def matrix(families: dict[str, Any], layouts: dict[str, ParallelOptions]) -> list[Any]:
     """All of it; every third of its cases, which have each pair of a layout and a recomputation, is not a soak test."""
     return [
         pytest.param(
             layout, family, how, id=f"{layout}-{family}-{how}", marks=[pytest.mark.soak] if (i + j + k) % 6 else []
         )
-        for i, layout in enumerate(LAYOUTS)
+        for i, layout in enumerate(layouts)
         for j, family in enumerate(families)
         for k, how in enumerate(RECOMPUTES)
     ]
@@ -134,9 +163,9 @@ def check_memory(found: dict[str, Any], case: dict[str, Any], layout: ParallelOp
     assert found["memory"][1:] == pytest.approx(list(planned[1:]), rel=tolerance)
 
 
-@pytest.mark.parametrize(("layout", "family", "how"), matrix(DENSE))
+@pytest.mark.parametrize(("layout", "family", "how"), [*matrix(DENSE, LAYOUTS), *matrix(MIXTURES, MIXTURE_LAYOUTS)])
 def test_a_step_takes_a_gpus_way(layout: str, family: str, how: str, ask: Ask) -> None:
-    case, parallel = DENSE[family], LAYOUTS[layout]
+    case, parallel = (DENSE | MIXTURES)[family], (LAYOUTS | MIXTURE_LAYOUTS)[layout]
     if parallel.virtual_pipeline > 1:
         case = {**case, "policy": {**case["policy"], "num_hidden_layers": 4}}
     rank = parallel.ranks - 1
