@@ -85,7 +85,8 @@ def computed(experts: Experts, counts: list[int], *, seed: int = 4) -> dict[str,
     out.backward(grad)
     found = {"out": out.detach(), "tokens": tokens.grad, "shares": shares.grad}
     for name, weight in weights.items():
-        found[name] = weight.main_grad.clone() if weight.grad is None else weight.grad
+        is_in_buffer = getattr(weight, "grad_added_to_main_grad", False)
+        found[name] = weight.main_grad.clone() if is_in_buffer else weight.grad
         weight.grad = None
     return found
 

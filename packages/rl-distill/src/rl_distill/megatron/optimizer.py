@@ -89,7 +89,7 @@ class MegatronAdam:
         """Of the gradients of one of megatron's optimizers, over ranks; its own waits for a GPU at every parameter."""
         grads = part.get_main_grads_for_grad_norm()
         norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
-        squared = torch.stack(list(norms)).norm().square()
+        squared: Tensor = torch.stack(list(norms)).norm().square()
         dist.all_reduce(squared, group=part.get_grad_stats_parallel_group())
         return squared
 
