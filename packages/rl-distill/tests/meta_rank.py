@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import megatron.core.pipeline_parallel.p2p_communication as p2p
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.optim import adam
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,11 +50,13 @@ class AsOnGpu(TorchDispatchMode):
 
     Attributes:
         is_in_pass: True within megatron's schedule.
+        num_dispatched: Rows that the all-to-all dispatcher is about to select, for which it does wait; None elsewhere.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.is_in_pass = False
+        self.num_dispatched: int | None = None
 
     @contextlib.contextmanager
     def in_pass(self) -> Iterator[None]:
@@ -72,6 +76,8 @@ class AsOnGpu(TorchDispatchMode):
             self._check_copy(func, tensors, kwargs)
         elif on_gpu and any(one.device.type != "meta" and one.ndim for one in tensors):
             raise WaitError(f"{func} of tensors on {[str(one.device) for one in tensors]}")
+        if packet is aten.masked_select and self.num_dispatched is not None:
+            return on_gpu[0].new_empty(self.num_dispatched)
         if on_gpu and (packet in WAITS or (packet in BY_INDEX and _selects_by_mask(*args))):
             if self.is_in_pass:
                 raise WaitError(f"{func} of {[list(one.shape) for one in on_gpu]} waits for the GPU")
@@ -82,6 +88,27 @@ class AsOnGpu(TorchDispatchMode):
         if packet in COALESCED:
             return c10d.barrier.default(torch.empty(0, device=META), args[COALESCED[packet]], [])
         return func(*args, **kwargs)
+
+    def dispatch(self, dispatcher: Any, routing_map: torch.Tensor) -> torch.Tensor:
+        """In the place of megatron's `preprocess`, which fetches what no meta tensor has: experts get nearly as many.
+
+        Args:
+            dispatcher: A MoEAlltoAllTokenDispatcher.
+            routing_map: [T, experts] bool.
+
+        Returns:
+            [experts of this rank] rows of each, on the CPU.
+        """
+        ep, tp = dispatcher.ep_size, dispatcher.tp_size
+        self.num_dispatched = dispatcher.num_out_tokens = len(routing_map) * dispatcher.config.moe_router_topk
+        places = torch.arange(self.num_dispatched) % dispatcher.num_experts
+        counts = torch.bincount(places, minlength=dispatcher.num_experts)
+        own = counts[dispatcher.local_expert_indices]
+        dispatcher.input_splits = counts.view(ep, -1).sum(1).numpy()
+        dispatcher.output_splits = np.full(ep, int(own.sum()))
+        dispatcher.output_splits_tp = np.full(tp, int(own.sum()) * ep)
+        dispatcher.num_global_tokens_per_local_expert = own.repeat(tp * ep, 1)
+        return own * tp * ep
 
     def _check_copy(self, func: Any, tensors: list[torch.Tensor], kwargs: Any) -> None:
         """In a pass a copy between host and GPU must not be waited for."""
@@ -122,6 +149,7 @@ def as_on_gpu(*, length: int, hidden_size: int) -> Iterator[AsOnGpu]:
         hidden_size: Of the model.
     """
     mode, schedule = AsOnGpu(), rank_model.get_forward_backward_func
+    dispatch_preprocess = MoEAlltoAllTokenDispatcher.dispatch_preprocess
 
     def watched() -> Callable[..., Any]:
         def run(**kwargs: Any) -> Any:
@@ -133,7 +161,15 @@ def as_on_gpu(*, length: int, hidden_size: int) -> Iterator[AsOnGpu]:
     def shapes(*_: Any, **__: Any) -> tuple[list[int], list[int]]:
         return [length, 1, hidden_size], [length, 1, hidden_size]
 
+    def dispatch(dispatcher: Any, *args: Any) -> Any:
+        try:
+            return dispatch_preprocess(dispatcher, *args)
+        finally:
+            mode.num_dispatched = None
+
     watching = (
+        (MoEAlltoAllTokenDispatcher, "preprocess", lambda *args: mode.dispatch(*args)),
+        (MoEAlltoAllTokenDispatcher, "dispatch_preprocess", dispatch),
         (rank_model, "get_forward_backward_func", watched),
         (p2p.P2PCommunicator, "_communicate_shapes", shapes),
         (adam, "_device_dtype_check_for_fused", lambda *_, **__: None),  # its list of devices lacks this one
