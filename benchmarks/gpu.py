@@ -9,6 +9,7 @@ ended. --short takes tiny sizes, in this process, and runs on a CPU. benchmarks/
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -17,7 +18,6 @@ import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [str(path) for kind in ("packages", "apps") for path in sorted(ROOT.glob(f"{kind}/*/src"))]
 BENCHMARKS = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]
-sys.path[:0] = [*BENCHMARKS, *SOURCES]
+sys.path += [path for path in (*BENCHMARKS, *SOURCES) if path not in sys.path]
 
 try:  # from a checkout in which nothing is installed
     from _gpu_plan import Group, plan_of, shape_of
@@ -299,7 +299,7 @@ class Child:
                 line = self._lines.get(timeout=max(0.0, wait_s))
             except queue.Empty:
                 if wait_s >= ROW_S:
-                    tell({"row": self._row, "error": f"no answer within {ROW_S:.0f} s; {self._last_words()}"})
+                    tell({"row": self._row, "error": f"no answer within {ROW_S:g} s; {self._last_words()}"})
                 return  # else the time is over, and the row was not reached
             if not line:
                 status = self._process.wait()
@@ -313,10 +313,8 @@ class Child:
 
     def stop(self) -> None:
         """End it and all that it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
 
     def _read(self) -> None:

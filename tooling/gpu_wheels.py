@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 LOCK = Path(__file__).resolve().parents[1] / "locks" / "gpu.txt"
-PLATFORMS = ("linux_x86_64", "manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64") + tuple(
-    f"manylinux_2_{minor}_x86_64" for minor in (5, 12, 17, 24, 26, 27, 28, 31, 32, 34, 35, 36, 38, 39)
+PLATFORMS = (
+    *(f"{name}_x86_64" for name in ("linux", "manylinux1", "manylinux2010", "manylinux2014")),
+    *(f"manylinux_2_{minor}_x86_64" for minor in (5, 12, 17, 24, 26, 27, 28, 31, 32, 34, 35, 36, 38, 39)),
 )
 """What pip takes for a machine that it is not on; it compares names."""
 THEIRS = re.compile(r"(torch|triton|nvidia[-_].*|cuda[-_].*)-")
