@@ -25,7 +25,6 @@ from rl_core.weights.transports import TensorTransport
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.megatron import overlap
 from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.supervised import supervised_objective
 
@@ -87,7 +86,6 @@ def test_no_bit_changes(
         MegatronLearner(policies[architecture], of, ranks=ranks, name=name, lora=lora)
         for name, of in (("plain", without), ("overlapping", options))
     )
-    both = (plain, learner)
 
     def step(batch: Batch, *, is_applied: bool = True) -> None:
         wanted, found = (x.train_step(batch, supervised_objective) for x in (plain, learner))
@@ -120,12 +118,12 @@ class Engine:
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         self.model.load_state_dict(update.tensors, strict=False)  # the head is the embedding
-        live = dict(self.model.named_parameters()) | {"lm_head.weight": self.model.lm_head.weight}
-        arrived = digest_tensors(update.tensors or {})
+        live = {name: parameter.detach() for name, parameter in self.model.named_parameters(remove_duplicate=False)}
+        arrived, served = digest_tensors(update.tensors or {}), digest_tensors(live)
         return WeightReceipt(
             version=update.version,
             arrived={name: digest.crc32c for name, digest in arrived.items()},
-            live={name: digest.probe for name, digest in digest_tensors({n: p.detach() for n, p in live.items()}).items()},
+            live={name: digest.probe for name, digest in served.items()},
         )
 
     async def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
