@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.errors import DataError
+from rl_core.weights.broadcast import SenderOptions
+from rl_core.weights.offers import RankOffer, RankSender
 from rl_distill.architecture.model_memory import RankMemory
 from rl_distill.learner import Objective
 from rl_distill.megatron.attention.rotary import rotary_frequencies
@@ -62,6 +64,7 @@ class RankModel:
         if plan.trains:
             self._adam = MegatronAdam(self._chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
         self.tensors = RankTensors(plan, self._chunks, self._shards, self._adam)
+        self.sender = RankSender(f"rank {dist.get_rank()} of the learner")
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_division
             chunk.config.grad_scale_func = None
@@ -200,6 +203,7 @@ class RankModel:
         grad_norm = adam.grad_norm() if np.isfinite(loss) else float("nan")
         is_applied = bool(np.isfinite(loss) and np.isfinite(grad_norm))
         if is_applied:
+            self.sender.withdraw()
             adam.step(grad_norm, learning_rate=learning_rate)
             self.step += 1
         return grad_norm, is_applied
@@ -211,6 +215,7 @@ class RankModel:
         gradients alone.
         """
         if self._offloaded is None:
+            self.sender.withdraw()
             weights, gradients, optimizer = self.tensors.kept()
             self._offloaded = Offloaded([] if self._device.type == "cpu" else [*weights, *optimizer], gradients)
             if self._device.type != "cpu":
@@ -223,17 +228,23 @@ class RankModel:
             self._offloaded.restore()
             self._offloaded = None
 
+    def offer(self, options: SenderOptions, *, version: int) -> RankOffer:
+        """Send this rank's weights to engines that ask, until they change: see `RankSender.offer`."""
+        return self.sender.offer(self.tensors.held(), options, version=version)
+
     def memory(self) -> RankMemory:
         """See `RankTensors.memory`."""
         return self.tensors.memory()
 
     def load_state(self, states: States, *, step: int) -> None:
         """Continue from what was read into `RankTensors.empty_state`."""
+        self.sender.withdraw()
         self.tensors.load_state(states, step=step)
         self.step = step
 
     def close(self) -> None:
         """Free the model."""
+        self.sender.close()
         self._chunks, self._adam = [], None
         del self.tensors
 
