@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
-from rl_core.weights.receiving import BroadcastReceiver, ReceivePlan, SourceGroups, WeightSources, receive_plan
+from rl_core.weights.receiving import BroadcastReceiver, JoinedSource, ReceivePlan, SourceGroups, WeightSources, receive_plan
 from rl_core.weights.sender import DEFAULT_BUCKET_BYTES, SenderOptions, WeightSender
 from rl_core.weights.update import AdapterUpdate, WeightUpdate, digest_tensors
 
@@ -19,6 +19,7 @@ __all__ = [
     "BroadcastGroup",
     "BroadcastReceiver",
     "BroadcastTransport",
+    "JoinedSource",
     "ReceivePlan",
     "SenderOptions",
     "SourceGroups",
