@@ -191,9 +191,7 @@ class WeightSources:
         asked: list[BroadcastReceiver] = []
         try:
             for source in sources:
-                receiver = self._receivers.setdefault(
-                    source.meeting, BroadcastReceiver(num_workers=self._num_workers)
-                )
+                receiver = self._receivers.setdefault(source.meeting, BroadcastReceiver(num_workers=self._num_workers))
                 receiver.ask(source.meeting, update.version, sender=source.sender)
                 asked.append(receiver)
         except (TransferError, DeadlineError):
