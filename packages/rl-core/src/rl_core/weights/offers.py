@@ -3,16 +3,14 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
 from rl_core.errors import WeightProofError
 from rl_core.record_fields import record
-from rl_core.weights.broadcast import BroadcastTransport
 from rl_core.weights.rectangle_sums import RectangleDigest, digest_rectangle, join_digests
 from rl_core.weights.sender import SenderOptions, WeightSender
-from rl_core.weights.update import AdapterUpdate, Rectangle, WeightSource, WeightUpdate
+from rl_core.weights.update import Rectangle, WeightSource, WeightUpdate
 
 
 @record
@@ -101,44 +99,6 @@ class _Reading:
         return (one.read() for one in self._held)
 
 
-class DirectTransport:
-    """Has each rank of a learner send what it holds, so that no process has the whole model.
-
-    A learner that knows it has its ranks offer their weights (`RankSender`). What is packed, such as an adapter, which
-    is small, goes through a `BroadcastTransport` over TCP.
-    """
-
-    def __init__(self, options: SenderOptions) -> None:
-        """Say how ranks send; each finds its own backend and address. Nothing listens yet."""
-        self.options = options
-        self._whole: BroadcastTransport | None = None
-
-    def pack(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        version: int,
-        tied: Mapping[str, str],
-        adapter: AdapterUpdate | None = None,
-    ) -> WeightUpdate:
-        """See `WeightTransport.pack`."""
-        if self._whole is None:
-            options = {name: getattr(self.options, name) for name in ("host", "bucket_bytes", "deadline_s")}
-            self._whole = BroadcastTransport(num_receivers=self.options.num_receivers, **options)
-        return self._whole.pack(tensors, version=version, tied=tied, adapter=adapter)
-
-    def expect(self, num_receivers: int) -> None:
-        """Change how many engines are expected; ranks hear of it with the next offer."""
-        self.options = replace(self.options, num_receivers=num_receivers)
-        if self._whole is not None:
-            self._whole.expect(num_receivers)
-
-    def close(self) -> None:
-        """See `WeightTransport.close`; the ranks' senders end with them."""
-        if self._whole is not None:
-            self._whole.close()
-
-
 def join_offers(
     offers: Sequence[RankOffer], names: Iterable[str], *, version: int, tied: Mapping[str, str]
 ) -> WeightUpdate:
@@ -163,8 +123,8 @@ def join_offers(
             found = ", ".join(f"{list(one.sizes)} at {list(one.offsets)}" for one in of_tensor) or "none"
             whole = f" of shape {list(digests[name].shape)}" if name in digests else ""
             raise WeightProofError(
-                f"the rectangles that the ranks offer must make up tensor {name!r}{whole}, without a gap and without an "
-                f"overlap; found {found}. Nothing was published.",
+                f"the rectangles that the ranks offer must make up tensor {name!r}{whole}, without a gap or an overlap; "
+                f"found {found}. Nothing was published.",
                 tensor=name,
             )
     return WeightUpdate(

@@ -18,8 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from rl_core.cluster import RoleContext
 from rl_core.errors import CheckpointError, NotReadyError
-from rl_core.weights.broadcast import SenderOptions
-from rl_core.weights.offers import RankOffer
+from rl_core.weights.broadcast import RankOffer, SenderOptions
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, write_pieces
 from rl_distill.daemon_thread import in_daemon_thread
 from rl_distill.megatron.cpu import install_cpu_compatibility
@@ -106,8 +105,8 @@ class RankHost:
         )
         return self._loaded(name).offer(own, version=version)
 
-    def expect_engines(self, name: str, num_receivers: int) -> None:
-        """Change how many engines a model's sender expects."""
+    async def expect_engines(self, name: str, num_receivers: int) -> None:
+        """Change how many engines a model's sender expects, while the rank goes on with other calls."""
         self._model(name).sender.expect(num_receivers)
 
     def begin_save(self, name: str, directory: Path) -> None:

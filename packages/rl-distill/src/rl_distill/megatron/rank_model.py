@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.errors import DataError
-from rl_core.weights.broadcast import SenderOptions
-from rl_core.weights.offers import RankOffer, RankSender
+from rl_core.weights.broadcast import RankOffer, RankSender, SenderOptions
 from rl_distill.architecture.model_memory import RankMemory
 from rl_distill.learner import Objective
 from rl_distill.megatron.attention.rotary import rotary_frequencies

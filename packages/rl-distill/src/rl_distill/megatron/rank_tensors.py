@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Rectangle
-from rl_core.weights.offers import HeldRectangle
+from rl_core.weights.broadcast import HeldRectangle
 from rl_distill.architecture.model_memory import RankMemory
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.torch_dist import Piece

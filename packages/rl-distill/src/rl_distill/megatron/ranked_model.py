@@ -15,8 +15,7 @@ from rl_core.data import Batch, Ragged, token_positions
 from rl_core.errors import CheckpointError
 from rl_core.record_fields import converts_arguments
 from rl_core.weights import WeightUpdate
-from rl_core.weights.broadcast import SenderOptions
-from rl_core.weights.offers import join_offers
+from rl_core.weights.broadcast import SenderOptions, join_offers
 from rl_distill.architecture.lora_targets import adapted_modules
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter
@@ -237,9 +236,9 @@ class TrainedModel(RankedModel):
         return join_offers(offers, self._shapes(), version=version, tied=self.tied)
 
     def expect_engines(self, num_receivers: int) -> None:
-        """Change how many engines the ranks expect."""
+        """Change how many engines the ranks expect; for any thread."""
         check_open(self._is_open)
-        self._ranks.call_all("expect_engines", self._name, num_receivers)
+        self._ranks.expect_engines(self._name, num_receivers)
 
     def _export(self, what: Exported, names: Iterable[str]) -> dict[str, Tensor]:
         """Whole tensors in the order of their names, from what the ranks have of them."""

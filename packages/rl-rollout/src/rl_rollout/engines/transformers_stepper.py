@@ -23,6 +23,7 @@ from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.weight_arrival import WeightArrival
 from rl_rollout.engines.weight_checks import (
     Shapes,
+    announced_tensors,
     base_tensors,
     check_adapter,
     check_update,
@@ -123,9 +124,10 @@ class TransformersStepper:
         if update.adapter is None:
             arrived = self._replace(update, live, shapes)
         else:
-            check_adapter(update, update.digests, shapes, self._traits)
-            adapter = dict(self._arrival.arriving(update)) if update.is_sent else update_tensors(update)
+            adapter = announced_tensors(update) if update.is_sent else update_tensors(update)
             check_adapter(update, adapter, shapes, self._traits)
+            if update.is_sent:
+                adapter = dict(self._arrival.arriving(update))
             arrived = {name: tensor_crc32c(tensor) for name, tensor in adapter.items()}
         if self._adapter is not None:
             self._adapter.replace(adapter)
@@ -137,7 +139,7 @@ class TransformersStepper:
 
     def _replace(self, update: WeightUpdate, live: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[str, int]:
         """Take all weights; gives the checksum of each tensor as it arrived."""
-        tensors = update.digests if update.is_sent else update_tensors(update)
+        tensors = announced_tensors(update) if update.is_sent else update_tensors(update)
         check_update(update, tensors, shapes)
         arrived: dict[str, int] = {}
         for name, tensor in self._arrival.arriving(update) if update.is_sent else tensors.items():

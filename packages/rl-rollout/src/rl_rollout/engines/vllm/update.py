@@ -12,7 +12,7 @@ from rl_core.data import FloatArray
 from rl_core.errors import EngineError
 from rl_core.files import locked_folder
 from rl_core.weights import FOLDER_PREFIX, SHARED_MEMORY, WeightUpdate
-from rl_rollout.engines.weight_checks import update_file
+from rl_rollout.engines.weight_checks import announced_tensors, update_file
 
 WeightSource = Mapping[str, torch.Tensor] | Path
 """Where workers take tensors from: this process, or a safetensors file."""
@@ -26,7 +26,7 @@ def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
         WeightsGoneError: Its file is gone or torn.
     """
     if update.is_sent:
-        return {name: torch.empty(digest.shape, device="meta") for name, digest in update.digests.items()}
+        return announced_tensors(update)
     if update.tensors is not None:
         return {name: tensor.to("meta") for name, tensor in update.tensors.items()}
     with update_file(update) as file, safe_open(file, framework="pt") as tensors:
