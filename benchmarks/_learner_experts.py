@@ -106,7 +106,7 @@ class _Layer:
             for width in ((sizes.hidden_size,), (), (sizes.hidden_size,))
         )
         self.flops = 18.0 * len(self.tokens) * sizes.hidden_size * sizes.ffn_hidden_size
-        self.activation = SwiGLU(None)
+        self.activation = SwiGLU(self.experts.config)
 
     def ours(self, tokens: Tensor, shares: Tensor) -> Tensor:
         """As the learner."""

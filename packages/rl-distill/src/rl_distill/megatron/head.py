@@ -287,6 +287,8 @@ def _of_tokens(logits: Tensor, rows: slice, known: _Known, work: _Work) -> None:
         slope = known.of_entropy[rows].unsqueeze(-1) * -scale
         flat = flat + slope * entropy
         at_target = at_target + logprobs.exp() * slope * (entropy + logprobs)
+    elif asked.is_fused:
+        slope = torch.zeros_like(flat)  # one compiled form for both
     own = asked.part.without_padding(logits)
     put_gradient = asked.run(_put_gradient, logits)
     for few in asked.blocks(logits):
