@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
 from rl_distill.megatron.compiled import compiled
+from rl_distill.megatron.experts import gradient_elsewhere
 from rl_distill.objectives.chunked_head import added_product
 from rl_distill.objectives.logit_divergence import LogitDivergence, TokenComparison
 from rl_distill.objectives.teacher_tokens import TeacherTokens
@@ -311,9 +312,8 @@ def _put_gradient(logits: Tensor, log_total: Tensor, flat: Tensor, slope: Tensor
 
 def _weight_grad(weight: Tensor, total: Tensor | None) -> Tensor | None:
     """What autograd gets, where megatron's buffer may have the gradient."""
-    if getattr(weight, "main_grad", None) is None:
+    if not hasattr(weight, "main_grad"):
         return torch.zeros_like(weight) if total is None else total.to(weight.dtype)
     if getattr(weight, "zero_out_wgrad", False):
-        return None  # the tied embedding's gradient tells megatron that there is one, and is added by it
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.empty_like(weight)  # megatron's hook asks for one, and drops it
+        return None  # the embedding's own gradient tells megatron that there is one, and is added by it
+    return gradient_elsewhere(weight)

@@ -68,10 +68,14 @@ class RankHost:
         initialize_groups(parallel, seed=self._seed)
         return Place.of_this_rank()
 
-    def build(self, name: str, plan: ModelPlan) -> int:
-        """Build this rank's part of a model; gives its primary parameters, which add up over a model's ranks."""
-        self._models[name] = RankModel(plan)
-        return self._models[name].tensors.num_parameters()
+    def build(self, name: str, plan: ModelPlan) -> tuple[int, bool]:
+        """Build this rank's part of a model.
+
+        Returns:
+            Its primary parameters, which add up over a model's ranks, and whether it computes once what rows share.
+        """
+        model = self._models[name] = RankModel(plan)
+        return model.tensors.num_parameters(), model.shares_prefixes
 
     def run(self, name: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of a model."""

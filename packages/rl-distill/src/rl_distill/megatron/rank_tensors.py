@@ -1,6 +1,6 @@
 """A rank's tensors by Hugging Face name: those that it exports, those that a checkpoint has, and what they take."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +27,13 @@ class RankTensors:
     """The tensors of a rank's model chunks and of their optimizer; every rank calls the same methods together."""
 
     def __init__(
-        self, plan: ModelPlan, chunks: Sequence[Any], shards: Sequence[Shard], adam: MegatronAdam | None
+        self,
+        plan: ModelPlan,
+        chunks: Sequence[Any],
+        shards: Sequence[Shard],
+        adam: MegatronAdam | None,
+        *,
+        gather: Callable[[], None],
     ) -> None:
         """Take what was built.
 
@@ -36,8 +42,10 @@ class RankTensors:
             chunks: The rank's.
             shards: One for each chunk.
             adam: Their optimizer; None where nothing trains.
+            gather: Has every weight of the last step on this rank.
         """
         self._plan, self._chunks, self._shards, self._adam = plan, chunks, shards, adam
+        self._gather = gather
 
     def memory(self) -> RankMemory:
         """What the model keeps between calls, as `rank_memory` foretells it."""
@@ -70,6 +78,10 @@ class RankTensors:
 
     def state_pieces(self) -> list[Piece]:
         """Copies of this rank's part of what a checkpoint has: float32 weights and Adam's moments, or an adapter's."""
+        with self._trained().on_device():
+            return self._state_pieces()
+
+    def _state_pieces(self) -> list[Piece]:
         adam, parameters = self._trained(), self._parameters()
         states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in ("exp_avg", "exp_avg_sq")}
         masters = [adam.master_weights(chunk) for chunk in parameters]
@@ -94,7 +106,7 @@ class RankTensors:
         """Continue from what was read into `empty_state`."""
         adam = self._trained()
         is_bf16 = self._plan.dtype != torch.float32
-        with torch.no_grad():
+        with torch.no_grad(), adam.on_device():
             for index, parameters in enumerate(self._parameters()):
                 weights = states["weights"][index]
                 for name, live in self._saved()[index].items():
@@ -133,6 +145,7 @@ class RankTensors:
         return self._adapter() if self._plan.lora.rank else self._base()
 
     def _named(self) -> list[Parameters]:
+        self._gather()
         return [
             {name.removeprefix("module.").removeprefix("module."): p for name, p in chunk.named_parameters()}
             for chunk in self._chunks

@@ -34,7 +34,7 @@ from rl_distill.megatron.setup import ModelPlan
 from rl_distill.metric_sums import metric_values
 from rl_distill.options import LoraOptions, ParallelOptions
 from rl_distill.packing import Rows, plan_batch
-from rl_distill.parallel_layout import check_layout
+from rl_distill.parallel_layout import check_layout, check_learner
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products
 from rl_distill.stepping import check_open, check_temperature, check_trainable, open_policy
@@ -85,6 +85,8 @@ class RankedModel:
         self._source = open_policy(policy, is_critic=self.head == "value")
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config)
+        if self.trains:
+            check_learner(options, parallel, self._source.config)
         adapted_modules(self._source.config, self._lora)
         self._name = name or self.kind
         self._owns_ranks = ranks is None
@@ -99,7 +101,9 @@ class RankedModel:
             trains=self.trains,
             lora=self._lora,
         )
-        self._num_parameters: int = sum(self._ranks.call_all("build", self._name, plan))
+        built: list[tuple[int, bool]] = self._ranks.call_all("build", self._name, plan)
+        self._num_parameters = sum(num_parameters for num_parameters, _ in built)
+        self._min_shared = options.shared_prefix_tokens if all(shares for _, shares in built) else 0
         self.step = 0
         self._is_open = True
 
@@ -182,11 +186,6 @@ class RankedModel:
             for of_rank, plan in zip(rows, plans, strict=True)
         ]
         return shares, rows
-
-    @property
-    def _min_shared(self) -> int:
-        """Of the options; 0 on GPUs, whose attention computes each row on its own."""
-        return 0 if self._ranks.places[0].has_gpu else self._options.shared_prefix_tokens
 
     def _call_shares(self, method: str, shares: Sequence[RankShare], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of the model with each rank's share; gives the answers in the order of the shares."""
