@@ -7,6 +7,8 @@ from typing import Generic, ParamSpec, TypeVar
 import structlog
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 _log = structlog.get_logger(__name__)
 
@@ -31,10 +33,14 @@ def compiled(function: Callable[P, R], device_type: str, *, otherwise: Callable[
 def can_compile(device_type: str) -> bool:
     """Whether torch's compiler works here, found once in a process by a tiny tensor.
 
-    It needs Triton on a GPU and a C++ compiler on a CPU, and a folder that it may write to.
+    It needs Triton on a GPU and a C++ compiler on a CPU, and a folder that it may write to. On the meta device there is
+    nothing to compute.
     """
+    if device_type == "meta":
+        return False
     try:
-        _compile(_tried)(torch.ones(2, 3, device=device_type))
+        with _disable_current_modes():  # of tensors without values the compiled code would read the memory
+            _compile(_tried)(torch.ones(2, 3, device=device_type))
     except Exception as error:  # whatever a compiler that is half there raises: a step never fails of it
         _tell(error, device=device_type)
         return False
@@ -49,7 +55,7 @@ class _Compiled(Generic[P, R]):
         self._is_refused = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not self._is_refused:
+        if not self._is_refused and not any(isinstance(one, FakeTensor) for one in args):
             try:
                 return self._compiled(*args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything is computed
