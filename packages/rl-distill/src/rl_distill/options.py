@@ -48,7 +48,8 @@ class LearnerOptions:
             take those that keep much and compute little first, "layernorm" before "mlp".
         kernels: "plain" computes as a CPU does best, and is there to compare with; "fused" takes a GPU's kernels, flash
             attention over packs of any lengths and all experts in one product among them; "transformer_engine" also
-            takes that library's matrices and norms, where it is installed; "auto" is "fused" on GPUs, else "plain".
+            takes that library's matrices and norms, where it is installed and no adapter trains; "auto" is "fused" on
+            GPUs, else "plain".
         overlap_grad_reduce: Sum gradients over the data-parallel ranks while the backward pass still runs: for two GPUs
             and more, where the network is not much faster than the pass.
         overlap_param_gather: Collect the weights of the distributed optimizer while the next forward pass already runs;

@@ -44,14 +44,15 @@ def swiglu_grad(x: Tensor, grad: Tensor) -> Tensor:
 
 def fused_swiglu(x: Tensor) -> Tensor:
     """As `swiglu`, in one pass where it can be compiled."""
-    rows = x.detach().flatten(0, -2)
-    return compiled(swiglu, x.device.type)(rows).view(*x.shape[:-1], -1)
+    out: Tensor = compiled(swiglu, x.device.type)(x.detach().flatten(0, -2))
+    return out.view(*x.shape[:-1], -1)
 
 
 def fused_swiglu_grad(x: Tensor, grad: Tensor) -> Tensor:
     """As `swiglu_grad`, in one pass where it can be compiled."""
-    rows, of_rows = x.detach().flatten(0, -2), grad.flatten(0, -2)
-    return compiled(_swiglu_grad, x.device.type, otherwise=swiglu_grad)(rows, of_rows).view(x.shape)
+    run = compiled(_swiglu_grad, x.device.type, otherwise=swiglu_grad)
+    out: Tensor = run(x.detach().flatten(0, -2), grad.flatten(0, -2))
+    return out.view(x.shape)
 
 
 def _swiglu_grad(x: Tensor, grad: Tensor) -> Tensor:
