@@ -184,7 +184,7 @@ def test_two_ranks_are_one(
     check_parity(two_ranks, TWO[layout], request.getfixturevalue(policy), make_batch)
 
 
-@pytest.mark.parametrize("layout", ["CP2", "TP2+SP", "PP2 interleaved"])
+@pytest.mark.parametrize("layout", ["CP2", "TP2+SP"])
 def test_two_ranks_with_flash_attention_are_one(
     layout: str, two_ranks: Started, four_layers: Path, make_batch: MakeBatch
 ):
