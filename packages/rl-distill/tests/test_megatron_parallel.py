@@ -231,6 +231,20 @@ def test_ranks_of_experts_are_one(
     check_parity(started, parallel, four_layers_of(architecture), make_batch)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [("Qwen3MoeForCausalLM", "EP2 distributed optimizer"), ("Glm4MoeForCausalLM", "TP2+SP")],
+)
+def test_ranks_with_grouped_experts_are_one(
+    architecture: str,
+    layout: str,
+    two_ranks: Started,
+    four_layers_of: Callable[..., Path],
+    make_batch: MakeBatch,
+):
+    check_parity(two_ranks, OF_EXPERTS[layout], four_layers_of(architecture), make_batch, kernels="fused")
+
+
 @pytest.mark.parametrize("layout", ["TP2+SP CP2", "PP2 interleaved DP2", "TP2 PP2"])
 def test_a_critic_over_ranks_is_one(layout: str, four_ranks: Started, four_layers: Path, make_batch: MakeBatch):
     alone = MegatronCritic(four_layers, NOT_SHARING)

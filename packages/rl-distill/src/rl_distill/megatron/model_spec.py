@@ -26,7 +26,7 @@ from rl_distill.megatron.attention.buckets import PackedLayout
 from rl_distill.megatron.attention.packed import PackedAttention
 from rl_distill.megatron.kernels import PLAIN, Kernels, PolicyTransformerConfig
 from rl_distill.megatron.lora import with_adapter
-from rl_distill.megatron.mixture import mixture_settings, mixture_spec
+from rl_distill.megatron.mixture import dispatch_locally, mixture_settings, mixture_spec
 from rl_distill.megatron.norm import RMSNorm
 from rl_distill.megatron.recompute import forget_between
 from rl_distill.megatron.swiglu import SwiGLU
@@ -77,6 +77,8 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
         """
         super().__init__(*args, **kwargs)
         self.is_last = is_last
+        if self.is_moe_layer:
+            dispatch_locally(self.mlp)
         self.recomputes_mlp = False
         if self.config.recompute_granularity == "selective":
             self._recompute(self.config.recompute_modules)
