@@ -27,5 +27,5 @@ def forget_between(norm: torch.nn.Module, reader: torch.nn.Module) -> None:
         if made:
             made.pop().discard_output_and_register_recompute(outputs[0])
 
-    norm.forward = forward  # type: ignore[method-assign]
+    norm.forward = forward
     reader.register_forward_hook(forget)
