@@ -38,7 +38,7 @@ class LearnerOptions:
         micro_batch_tokens: Most tokens of a micro-batch, for each rank that shares its tokens (`context`); a longer
             trajectory gets its own.
         shared_prefix_tokens: Rows of a prompt that begin with at least so many tokens alike compute them once, which
-            changes results by rounding alone; 0 computes each row on its own. GPUs always do.
+            changes results by rounding alone; 0 computes each row on its own. So do GPUs in float32.
         products: float32 matrix products on a CPU: "torch" (MKL's), "onednn", or "auto" for what is faster here, which
             a run measures at its start and keeps.
         dtype: Parameters in "float32" or "bfloat16" (with float32 master weights).

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -81,6 +81,35 @@ class Broadcast:
     deadline_s: float
 
 
+class Rectangle(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        name: Of the tensor.
+        offsets: Where it begins, by axis.
+        sizes: Its extent, by axis.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@record
+class WeightSource:
+    """One of several senders of an update.
+
+    Attributes:
+        sender: Who it is, for messages, such as "learner[1]".
+        meeting: Where it is met.
+        rectangles: What it sends, in order; that of the tensors is the update's.
+    """
+
+    sender: str
+    meeting: Broadcast
+    rectangles: Sequence[Rectangle]
+
+
 @record
 class AdapterUpdate:
     """What makes an update one of a LoRA adapter: its tensors are the A and B, and the base's weights stay.
@@ -107,6 +136,7 @@ class WeightUpdate:
         tensors: The tensors when sender and engine share a process.
         file: A safetensors file, in shared memory, when they do not.
         broadcast: Where the tensors are received, in the order of the digests, when they come over the network.
+        sources: Where rectangles of them are received, when each rank of the learner sends its own.
         tied: Names that the engine must serve from another tensor, such as
             {"lm_head.weight": "model.embed_tokens.weight"}.
         adapter: None where the tensors are all weights.
@@ -117,8 +147,14 @@ class WeightUpdate:
     tensors: Mapping[str, "torch.Tensor"] | None = None
     file: Path | None = None
     broadcast: Broadcast | None = None
+    sources: Sequence[WeightSource] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     adapter: AdapterUpdate | None = None
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the tensors come over the network."""
+        return self.broadcast is not None or bool(self.sources)
 
     @property
     def served(self) -> dict[str, TensorDigest]:

@@ -136,7 +136,7 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
         is_given = (experts >= 0).all(-1)
         if layout.kept is not None and self.config.sequence_parallel and self.layer_number == self.config.num_layers:
             is_kept = torch.zeros(len(experts) * self.tp_group.size(), dtype=torch.bool, device=experts.device)
-            is_kept[layout.kept] = True  # what other layouts compute; here the head leaves the rest out
+            is_kept.index_fill_(0, layout.kept, True)  # what other layouts compute; here the head leaves the rest out
             is_given = is_given & is_kept.narrow(0, self.tp_group.rank() * len(experts), len(experts))
         rerouted = is_given & self.mlp.router.rerouted
         layout.routed[self.layer_number - 1] = torch.stack([is_given.sum(), rerouted.sum()])

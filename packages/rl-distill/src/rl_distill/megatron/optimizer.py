@@ -1,5 +1,6 @@
 """megatron's Adam: clipping, learning rate, and its state by parameter, shared over ranks or not."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class MegatronAdam:
             is_distributed: Share state and float32 weights over the data-parallel ranks.
         """
         self._clip_grad = options.clip_grad
+        self._device = next(chunks[0].parameters()).device
         is_bf16 = options.dtype == "bfloat16"
         config = OptimizerConfig(
             optimizer="adam",
@@ -80,7 +82,16 @@ class MegatronAdam:
     def grad_norm(self) -> float:
         """Global norm of the summed gradients; makes them ready for `step`."""
         self._optimizer.prepare_grads()
-        return float(self._optimizer.get_grad_norm())
+        return math.sqrt(sum(torch.stack([self._squared_norm(part) for part in self._parts()]).tolist()))
+
+    @torch.no_grad()
+    def _squared_norm(self, part: Any) -> Tensor:
+        """Of the gradients of one of megatron's optimizers, over ranks; its own waits for a GPU at every parameter."""
+        grads = part.get_main_grads_for_grad_norm()
+        norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
+        squared: Tensor = torch.stack(list(norms)).norm().square()
+        dist.all_reduce(squared, group=part.get_grad_stats_parallel_group())
+        return squared
 
     def step(self, grad_norm: float, *, learning_rate: float) -> None:
         """Clip and update.

@@ -17,6 +17,7 @@ from rl_distill.architecture.lora_targets import adapted_modules
 from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.checkpoints.peft_folder import read_adapter
+from rl_distill.megatron.attention.varlen import use_newest_kernels
 from rl_distill.megatron.convert import Block, Shard, blocks_of, whole_block
 from rl_distill.megatron.kernels import PolicyTransformerConfig, chosen_kernels
 from rl_distill.megatron.lora import PARAMETER
@@ -69,6 +70,7 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
 
     Raises:
         DataError: A file or tensor is missing, torn or of another shape.
+        SettingsError: There are no such kernels here.
     """
     config = _configuration(plan, device=device)
     is_virtual = len(shards) > 1
@@ -102,7 +104,10 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
 
 
 def _configuration(plan: ModelPlan, *, device: torch.device) -> PolicyTransformerConfig:
-    options = plan.options
+    options, head_dim = plan.options, plan.source.config.head_dim
+    kernels = chosen_kernels(options.kernels, device=device, dtype=plan.dtype, head_dim=head_dim)
+    if kernels.attention == "varlen" and device.type == "cuda":
+        use_newest_kernels(device, dtype=plan.dtype, head_dim=head_dim)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "If you are using transformer_engine")  # about core_attn, without it
         return transformer_config(
@@ -112,7 +117,7 @@ def _configuration(plan: ModelPlan, *, device: torch.device) -> PolicyTransforme
             parallel=plan.parallel,
             recompute=options.recompute == "full" and plan.trains,
             recompute_modules=options.recompute_modules if options.recompute == "selective" and plan.trains else (),
-            kernels=chosen_kernels(options.kernels, device=device, dtype=plan.dtype),
+            kernels=kernels,
         )
 
 
