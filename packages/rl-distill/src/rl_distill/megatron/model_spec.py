@@ -10,6 +10,7 @@ from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -93,9 +94,12 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
             self.mlp.moe_layer_recompute = False
         self.recomputes_mlp = ("moe" if self.is_moe_layer else "mlp") in modules
         if "layernorm" in modules:
-            forget_between(self.input_layernorm, self.self_attention)
+            between = [(self.input_layernorm, self.self_attention)]
             if not self.recomputes_mlp:  # which makes its norm again
-                forget_between(self.pre_mlp_layernorm, self.mlp)
+                between.append((self.pre_mlp_layernorm, self.mlp))
+            for norm, reader in between:
+                if not isinstance(norm, IdentityOp):  # where a reader norms what it reads, there is nothing between
+                    forget_between(norm, reader)
 
     def forward(self, *args: Any, packed_seq_params: PackedLayout, **kwargs: Any) -> tuple[Tensor, Any]:
         """As megatron's layer, [T, 1, hidden] to [T, 1, hidden]."""
