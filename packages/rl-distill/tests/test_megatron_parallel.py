@@ -287,6 +287,25 @@ def test_a_step_over_ranks_does_not_depend_on_the_budget(
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
 
 
+def test_a_rank_whose_tokens_are_all_padding_learns_the_same(
+    four_ranks: Started, tmp_path: Path, policy_writer: Callable[..., Path], make_batch: MakeBatch
+):
+    """Of 9 tokens over four ranks the last one has none."""
+    policy = policy_writer(tmp_path / "narrow", vocab_size=9, num_key_value_heads=4)
+    batch = make_batch([9, 4, 12, 7])
+    ids = batch.ragged("input_ids")
+    batch = batch.only(batch.names - {"input_ids"})
+    batch = batch.with_columns({"input_ids": Ragged((ids.values % 9).astype(np.int32), ids.offsets)})
+    options = replace(OPTIONS, learning_rate=1e-3)
+    expected = MegatronLearner(policy, options).train_step(batch, policy_gradient, with_entropy=True)
+    ranks = four_ranks.in_layout(ParallelOptions(ranks=4, tensor=4))
+
+    found = MegatronLearner(policy, options, ranks=ranks).train_step(batch, policy_gradient, with_entropy=True)
+
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+
+
 def test_one_row_is_enough_for_four_ranks(four_ranks: Started, four_layers: Path, make_batch: MakeBatch):
     batch = make_batch((5,))
     expected = MegatronLearner(four_layers, OPTIONS).train_step(batch, policy_gradient)
