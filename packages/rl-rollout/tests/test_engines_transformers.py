@@ -235,7 +235,11 @@ TINY = {
         ("Glm4MoeForCausalLM", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "attention_bias": True}),
     ],
 )
-def test_mixtures_take_updates_of_single_experts(architecture: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+def test_mixtures_take_updates_of_single_experts(
+    architecture: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with the checksum of GPUs."""
+    monkeypatch.setattr("rl_core.weights.digests._own_kind", lambda tensor: "sums")
     torch.manual_seed(0)
     model_class = getattr(transformers, architecture)
     model_class(model_class.config_class(**TINY, **sizes)).float().save_pretrained(tmp_path / "old")
@@ -249,6 +253,7 @@ def test_mixtures_take_updates_of_single_experts(architecture: str, sizes: dict[
 
     receipt = asyncio.run(engine.update_weights(update))
 
+    assert {checksum.partition(":")[0] for checksum in receipt.arrived.values()} == {"sums"}
     assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-6
     after = asyncio.run(engine.score([sequence]))[0]
     expected = token_logprobs(reference_logprobs(tmp_path / "new", sequence), sequence)

@@ -59,16 +59,21 @@ def packed(tensors: Mapping[str, torch.Tensor], *, version: int) -> WeightUpdate
     return TensorTransport().pack(tensors, version=version, tied=TIED_HEAD)
 
 
-def test_a_tensor_corrupted_on_its_way_is_named(vllm_engine: VLLMEngine, weights: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize("kind", ["crc32c", "sums"])
+def test_a_tensor_corrupted_on_its_way_is_named(
+    kind: str, vllm_engine: VLLMEngine, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_core.weights.digests._own_kind", lambda tensor: kind)
     name = "model.layers.1.self_attn.v_proj.weight"
     update = packed(weights, version=7)
+    assert {digest.kind for digest in update.digests.values()} == {kind}
     assert update.tensors is not None
     corrupt = dict(update.tensors)
     corrupt[name] = corrupt[name].clone()
     corrupt[name][3, 5] += 1e-3
     damaged = WeightUpdate(version=7, digests=update.digests, tensors=corrupt, tied=update.tied)
     receipt = asyncio.run(vllm_engine.update_weights(damaged))
-    assert [key for key, crc in receipt.arrived.items() if crc != update.digests[key].crc32c] == [name]
+    assert [key for key, crc in receipt.arrived.items() if crc != update.digests[key].checksum] == [name]
     with pytest.raises(WeightProofError, match="v_proj") as raised:
         check_receipt(update, receipt, tolerances=ProofTolerances())
     assert raised.value.tensor == name

@@ -1,5 +1,19 @@
 """Weights from a learner to engines, with proof that they arrived."""
 
+from rl_core.weights.digests import (
+    LORA_A,
+    LORA_B,
+    PEFT_PREFIX,
+    ChecksumKind,
+    PassingChecksums,
+    TensorDigest,
+    digest_tensors,
+    probe_tensor,
+    probe_vector,
+    sums_and_probes,
+    tensor_checksum,
+    tensor_crc32c,
+)
 from rl_core.weights.publish import (
     BFLOAT16_TOLERANCES,
     ProofTolerances,
@@ -11,22 +25,14 @@ from rl_core.weights.publish import (
 )
 from rl_core.weights.transports import FOLDER_PREFIX, SHARED_MEMORY, SharedFileTransport, TensorTransport
 from rl_core.weights.update import (
-    LORA_A,
-    LORA_B,
-    PEFT_PREFIX,
     AdapterUpdate,
     Broadcast,
     Canary,
     RoutedScores,
-    TensorDigest,
     WeightReceipt,
     WeightReceiver,
     WeightTransport,
     WeightUpdate,
-    digest_tensors,
-    probe_tensor,
-    probe_vector,
-    tensor_crc32c,
 )
 
 __all__ = [
@@ -39,6 +45,8 @@ __all__ = [
     "AdapterUpdate",
     "Broadcast",
     "Canary",
+    "ChecksumKind",
+    "PassingChecksums",
     "ProofTolerances",
     "PublishReport",
     "RoutedScores",
@@ -56,5 +64,7 @@ __all__ = [
     "prove_canary",
     "publish_weights",
     "retry_proof",
+    "sums_and_probes",
+    "tensor_checksum",
     "tensor_crc32c",
 ]

@@ -20,6 +20,7 @@ import torch
 
 from rl_core.errors import DeadlineError, NotReadyError, RLError, TransferError
 from rl_core.weights.broadcast_group import SENDER, BroadcastGroup, TensorSpec
+from rl_core.weights.digests import digest_tensors
 from rl_core.weights.secret_sockets import (
     SECRET_BYTES,
     Listener,
@@ -28,7 +29,7 @@ from rl_core.weights.secret_sockets import (
     receive_message,
     send_message,
 )
-from rl_core.weights.update import AdapterUpdate, Broadcast, WeightUpdate, digest_tensors
+from rl_core.weights.update import AdapterUpdate, Broadcast, WeightUpdate
 
 __all__ = [
     "BroadcastGroup",
@@ -123,11 +124,11 @@ class BroadcastTransport:
         """See `WeightTransport.pack`; waits for engines that still take the last update."""
         if self._is_closed:
             raise NotReadyError("the weight transport is closed. Make a new one.")
-        digests = digest_tensors(tensors)
-        copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors.values()]
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        digests = digest_tensors(copies)
         with self._changed:
             self._changed.wait_for(lambda: not self._num_sending)
-            self._packed = version, copies
+            self._packed = version, list(copies.values())
         return WeightUpdate(version=version, digests=digests, broadcast=self._meeting, tied=dict(tied), adapter=adapter)
 
     def expect(self, num_receivers: int) -> None:

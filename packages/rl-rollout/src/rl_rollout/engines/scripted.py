@@ -8,7 +8,7 @@ import numpy as np
 
 from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineError, NotReadyError
-from rl_core.weights import RoutedScores, WeightReceipt, WeightUpdate, tensor_crc32c
+from rl_core.weights import RoutedScores, WeightReceipt, WeightUpdate, tensor_checksum
 from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, TokenScores
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
@@ -245,7 +245,7 @@ def honest_receipt(update: WeightUpdate) -> WeightReceipt:
     live.update({name: live[source] for name, source in update.tied.items()})
     tensors = update.tensors or {}
     arrived = {
-        name: tensor_crc32c(tensors[name]) if name in tensors else digest.crc32c
+        name: tensor_checksum(tensors[name], digest.kind) if name in tensors else digest.checksum
         for name, digest in update.digests.items()
     }
     return WeightReceipt(version=update.version, arrived=arrived, live=live)

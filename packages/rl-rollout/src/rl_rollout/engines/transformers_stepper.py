@@ -13,7 +13,7 @@ from transformers import __version__ as transformers_version
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from rl_core.errors import EngineError
-from rl_core.weights import WeightReceipt, WeightUpdate, probe_tensor, tensor_crc32c
+from rl_core.weights import WeightReceipt, WeightUpdate, sums_and_probes
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer, max_positions
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure, TokenScores
@@ -167,8 +167,8 @@ class TransformersStepper:
                     sample.num_preempted += 1
 
     def _receipt(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> WeightReceipt:
-        arrived = {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
-        live = {name: probe_tensor(tensor) for name, tensor in self._base().items()}
+        kinds = {name: digest.kind for name, digest in update.digests.items()}
+        arrived, live = sums_and_probes(tensors, self._base(), kinds=kinds)
         problems = [
             f"{len(batch.samples)} samples go on with what version {batch.served.version} computed of them."
             for batch in self._batches

@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rl_core.weights import Broadcast, tensor_crc32c
+from rl_core.weights import Broadcast, tensor_checksum
 from rl_core.weights.broadcast import BroadcastGroup, TensorSpec
 from rl_rollout.engines.vllm.mixtures import before_reload, noted
 
@@ -57,7 +57,7 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
     """One worker's end of a `BroadcastGroup`.
 
     Attributes:
-        arrived: crc32c of each tensor of the last update as it arrived, by Hugging Face name.
+        arrived: Checksum of each tensor of the last update as it arrived, by Hugging Face name.
         joined: Whom it has met, and as which engine.
     """
 
@@ -68,7 +68,7 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
         """As vLLM makes it."""
         super().__init__(*args)
         self._group: BroadcastGroup | None = None
-        self.arrived: dict[str, int] = {}
+        self.arrived: dict[str, str] = {}
         self.joined: tuple[Broadcast, str] | None = None
 
     def init_transfer_engine(self, init_info: JoinRequest) -> None:
@@ -109,12 +109,12 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
             raise RuntimeError("the worker has not met the sender of weights; init_transfer_engine comes first.")
         self.arrived = {}
         for name, tensor in self._group.receive(request.specs):
-            self.arrived[name] = tensor_crc32c(tensor)
+            self.arrived[name] = tensor_checksum(tensor, "crc32c")
             if name not in request.tied:
                 yield name, tensor
 
 
-def receive_all(worker: Any, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, int]:
+def receive_all(worker: Any, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, str]:
     """Take one update of all weights by vLLM's calls; see `_receiver`.
 
     Returns:

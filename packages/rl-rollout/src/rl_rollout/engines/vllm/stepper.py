@@ -33,7 +33,14 @@ from rl_rollout.engines.vllm.environment import unchanged_process
 from rl_rollout.engines.vllm.expert_capture import WITH_EXPERTS, ExpertRows
 from rl_rollout.engines.vllm.live_weights import join_parts
 from rl_rollout.engines.vllm.structures import STRUCTURES, StructuredOutputs, constrain, failure_of
-from rl_rollout.engines.vllm.update import expected_probes, join_arrived, receive_request, update_shapes, workers_source
+from rl_rollout.engines.vllm.update import (
+    expected_probes,
+    join_arrived,
+    receive_request,
+    replacement,
+    update_shapes,
+    workers_source,
+)
 from rl_rollout.engines.vllm.worker_processes import WorkerWatch, unlink_queues, worker_environment
 from rl_rollout.engines.weight_checks import check_adapter, check_update, tensor_shapes
 
@@ -162,13 +169,13 @@ class VLLMStepper:
             problems=tuple(self._adapter.problems(running)),
         )
 
-    def _replace_weights(self, update: WeightUpdate) -> list[dict[str, int]]:
+    def _replace_weights(self, update: WeightUpdate) -> list[dict[str, str]]:
         """What arrived at each rank."""
-        what, detail = ("adapter", update.version) if update.adapter is not None else ("all_weights", list(update.tied))
-        arrived: list[dict[str, int]]
+        what, details = replacement(update)
+        arrived: list[dict[str, str]]
         if update.broadcast is None:
             with workers_source(update, is_shared=self._num_ranks > 1) as source:
-                arrived = self._core.collective_rpc(f"replace_{what}", args=(source, detail))
+                arrived = self._core.collective_rpc(f"replace_{what}", args=(source, *details))
             return arrived
         try:
             meeting = self._receiver.announce(update)

@@ -4,7 +4,6 @@ With tensor parallel each rank is a process of its own, to which no tensor is pa
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from rl_core.data import ExpertArray
-from rl_core.weights import Broadcast, tensor_crc32c
+from rl_core.weights import Broadcast, ChecksumKind, PassingChecksums
 from rl_rollout.engines.vllm.adapter_products import multiply_at_once
 from rl_rollout.engines.vllm.adapter_slot import AdapterSlot
 from rl_rollout.engines.vllm.broadcast import ReceiveRequest, receive_all, receive_tensors
@@ -44,29 +43,31 @@ class WorkerExtension:
     _adapter_slot: AdapterSlot | None = None
 
     @torch.inference_mode()
-    def replace_all_weights(self, source: Mapping[str, torch.Tensor] | Path, tied: Iterable[str]) -> dict[str, int]:
+    def replace_all_weights(
+        self, source: Mapping[str, torch.Tensor] | Path, tied: Iterable[str], kinds: Mapping[str, ChecksumKind]
+    ) -> dict[str, str]:
         """Load every tensor of the model, by Hugging Face name.
 
         Args:
             source: The tensors, or a safetensors file that holds them.
             tied: Names among them that the model serves from another tensor.
+            kinds: What checksum to compute of each.
 
         Returns:
-            crc32c of each tensor as this rank got it.
+            Checksum of each tensor as this rank got it.
         """
         model = self.model_runner.get_model()
-        sums: dict[str, Future[int]] = {}
-        with _opened(source) as tensors, ThreadPoolExecutor(1, "checksums of weights") as thread:
+        with _opened(source) as tensors, PassingChecksums(kinds) as sums:
             before_reload(model)
             initialize_layerwise_reload(model)
-            model.load_weights(noted(model, _arriving(tensors, set(tied), thread, sums)))
+            model.load_weights(noted(model, _untied(sums.passing(tensors), set(tied))))
             finalize_layerwise_reload(model, self.model_runner.model_config)
             repack_output_head(model)
             self._drop_adapter()
-            return {name: checksum.result() for name, checksum in sums.items()}
+            return sums.result()
 
     @torch.inference_mode()
-    def receive_all_weights(self, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, int]:
+    def receive_all_weights(self, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, str]:
         """As `replace_all_weights`, of tensors that a sender broadcasts; see `receive_all`."""
         arrived = receive_all(self, meeting, engine, request)
         repack_output_head(self.model_runner.get_model())
@@ -81,13 +82,13 @@ class WorkerExtension:
         return self._adapter_slot.served(modules)
 
     @torch.inference_mode()
-    def replace_adapter(self, source: Mapping[str, torch.Tensor] | Path, version: int) -> dict[str, int]:
+    def replace_adapter(self, source: Mapping[str, torch.Tensor] | Path, version: int) -> dict[str, str]:
         """As `replace_all_weights`, of an adapter beside weights that stay; see `AdapterSlot.replace`."""
         with _opened(source) as tensors:
             return self._slot.replace(dict(tensors), version)
 
     @torch.inference_mode()
-    def receive_adapter(self, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, int]:
+    def receive_adapter(self, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, str]:
         """As `replace_adapter`, of tensors that a sender broadcasts."""
         return self._slot.replace(receive_tensors(self, meeting, engine, request), request.version)
 
@@ -193,17 +194,9 @@ def _opened(source: Mapping[str, torch.Tensor] | Path) -> Iterator[Iterable[tupl
         yield ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
 
 
-def _arriving(
-    tensors: Iterable[tuple[str, torch.Tensor]], tied: Collection[str], thread: Executor, sums: dict[str, Future[int]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Have each tensor summed up as it passes, and drop those that the model serves from another."""
-    last: Future[int] | None = None
-    for name, tensor in tensors:
-        if last is not None:
-            last.result()  # no more than one tensor is kept for its checksum
-        last = sums[name] = thread.submit(tensor_crc32c, tensor)
-        if name not in tied:
-            yield name, tensor
+def _untied(tensors: Iterable[tuple[str, torch.Tensor]], tied: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Drop tensors that the model serves from another."""
+    return ((name, tensor) for name, tensor in tensors if name not in tied)
 
 
 def repack_output_head(model: torch.nn.Module) -> None:
