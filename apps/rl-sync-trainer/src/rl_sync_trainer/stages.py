@@ -251,7 +251,7 @@ async def _publish_once(parts: Parts, version: int) -> PublishReport:
     settings, learners, tolerances = parts.settings, parts.learners, proof_tolerances(parts.settings)
     sequences = canary_sequences(settings, parts.inputs.train)
     canary = learners.canary(sequences, replays=replays(settings))
-    update = learners.pack(parts.transport, version=version)
+    update = learners.pack(parts.transport, version=version, leaves=settings.trainer.offload)
     await _wake_engine(parts)
     report = await publish_to(parts.engine, update, canary=canary, tolerances=tolerances)
     if not report.canary_scores:
