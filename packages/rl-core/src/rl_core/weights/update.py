@@ -49,6 +49,48 @@ class Broadcast:
 
 
 @record
+class SharedBucket:
+    """Memory of a process that another one opens; all but the first two fields are of CUDA alone.
+
+    Attributes:
+        handle: CUDA's IPC handle of the allocation, in hexadecimal digits; of a CPU's memory the file that is mapped.
+        size_bytes: Of the bucket.
+        offset_bytes: Where it begins in the allocation.
+        counter: File in which torch counts who has the allocation open, in hexadecimal digits.
+        counter_offset: Place in that file.
+        event: CUDA's IPC handle of the event after which the bucket is full, in hexadecimal digits.
+        waits: Whether to wait for that event.
+    """
+
+    handle: str
+    size_bytes: int
+    offset_bytes: int = 0
+    counter: str = ""
+    counter_offset: int = 0
+    event: str = ""
+    waits: bool = False
+
+
+@record
+class SharedBuckets:
+    """Where the tensors of an update lie side by side; plain values alone, so that nothing runs when they are read.
+
+    Which bucket a tensor is in, and where, follows from the digests and from bucket_bytes: see `bucket_plan`.
+
+    Attributes:
+        device: UUID of the GPU, or "cpu".
+        stamp: With the version at the start of every bucket, as long as it holds this update.
+        bucket_bytes: Most bytes of a bucket that holds several tensors.
+        buckets: In order.
+    """
+
+    device: str
+    stamp: int
+    bucket_bytes: int
+    buckets: tuple[SharedBucket, ...]
+
+
+@record
 class AdapterUpdate:
     """What makes an update one of a LoRA adapter: its tensors are the A and B, and the base's weights stay.
 
@@ -66,7 +108,7 @@ class AdapterUpdate:
 
 @record
 class WeightUpdate:
-    """All weights of one policy version, or its adapter: by value, as a file, or to be received.
+    """All weights of one policy version, or its adapter: by value, as a file, in shared memory, or to be received.
 
     Attributes:
         version: The policy version that these weights are.
@@ -74,6 +116,7 @@ class WeightUpdate:
         tensors: The tensors when sender and engine share a process.
         file: A safetensors file, in shared memory, when they do not.
         broadcast: Where the tensors are received, in the order of the digests, when they come over the network.
+        shared: Where the tensors are opened, in memory of the sender's GPU.
         tied: Names that the engine must serve from another tensor, such as
             {"lm_head.weight": "model.embed_tokens.weight"}.
         adapter: None where the tensors are all weights.
@@ -84,6 +127,7 @@ class WeightUpdate:
     tensors: Mapping[str, "torch.Tensor"] | None = None
     file: Path | None = None
     broadcast: Broadcast | None = None
+    shared: SharedBuckets | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
     adapter: AdapterUpdate | None = None
 

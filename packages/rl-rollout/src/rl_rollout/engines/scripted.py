@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -151,7 +152,7 @@ class ScriptedEngine:
         """See `RolloutEngine.reset_prefix_cache`; a script keeps none."""
         self.traits  # noqa: B018
 
-    async def sleep(self) -> None:
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:  # noqa: ARG002 - it has no weights
         """See `RolloutEngine.sleep`."""
         if not self.traits.can_sleep or self._waiting:
             raise EngineError(f"{self.traits.name} cannot sleep, or has {len(self._waiting)} samples running.")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -67,6 +67,7 @@ class TransformersStepper:
         self._seeds = np.random.default_rng(options.seed)
         self._waiting: list[Sample] = []
         self._batches: list[_Batch] = []
+        self._dropped: DroppedWeights | None = None
         self._adapter = None if adapter is None else adapter(self._model, options.lora_target_modules)
         self._served = self._served_base = _Served(0)
         vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
@@ -133,14 +134,21 @@ class TransformersStepper:
     def reset_prefix_cache(self) -> None:
         """See `Stepper.reset_prefix_cache`; nothing is kept from one batch to the next."""
 
-    def sleep(self) -> None:
-        """See `Stepper.sleep`: the weights go to the host."""
-        self._model.to("cpu")
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """See `Stepper.sleep`: the weights go to the host, or nowhere; buffers stay where they are at level 2."""
+        if level == 1:
+            self._model.to("cpu")
+        else:
+            self._dropped = DroppedWeights(self._model)
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """See `Stepper.wake`."""
-        self._model.to(self._options.device)
+        """See `Stepper.wake`: what was dropped is NaN until an update brings it."""
+        if self._dropped is not None:
+            self._dropped.restore()
+            self._dropped = None
+        else:
+            self._model.to(self._options.device)
 
     def prepare(self, structure: Structure) -> None:
         """See `Stepper.prepare`; its traits have none."""
@@ -215,6 +223,26 @@ class TransformersStepper:
                 sample.finish_reason = "stop"
             elif len(sample.token_ids) == sampling.max_tokens:
                 sample.finish_reason = "length"
+
+
+class DroppedWeights:
+    """A model's parameters without their memory: shapes and ties stay as they are."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Free it."""
+        self._parameters = list(model.parameters())
+        storages = {storage.data_ptr(): storage for storage in (p.untyped_storage() for p in self._parameters)}
+        self._sizes = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self._sizes:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Take the memory again, filled with NaN: what no update brings does not pass for weights."""
+        for storage, size in self._sizes:
+            storage.resize_(size)
+        with torch.no_grad():
+            for parameter in self._parameters:
+                parameter.fill_(torch.nan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

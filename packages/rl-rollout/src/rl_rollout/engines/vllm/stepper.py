@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from rl_rollout.engines.protocol import EngineTraits, Structure, TokenScores
 from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.vllm.adapters import PublishedAdapter
 from rl_rollout.engines.vllm.engine_arguments import engine_arguments
-from rl_rollout.engines.vllm.environment import unchanged_process
+from rl_rollout.engines.vllm.environment import kept_process_group, unchanged_process
 from rl_rollout.engines.vllm.expert_capture import WITH_EXPERTS, ExpertRows
 from rl_rollout.engines.vllm.live_weights import join_parts
 from rl_rollout.engines.vllm.structures import STRUCTURES, StructuredOutputs, constrain, failure_of
@@ -166,8 +166,13 @@ class VLLMStepper:
             version=update.version,
             arrived=join_arrived(ranks, update),
             live=join_parts(parts, expected_probes(update)),
-            problems=tuple(self._adapter.problems(running)),
+            problems=(*self._adapter.problems(running), *self._changed_buffers()),
         )
+
+    def _changed_buffers(self) -> list[str]:
+        """What a sleep has changed and no update brings."""
+        ranks: list[list[str]] = self._core.collective_rpc("changed_buffers")
+        return [problem for rank in ranks for problem in rank]
 
     def _replace_weights(self, update: WeightUpdate) -> list[dict[str, str]]:
         """What arrived at each rank."""
@@ -189,10 +194,11 @@ class VLLMStepper:
         """See `Stepper.reset_prefix_cache`; running requests compute theirs again."""
         self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
-    def sleep(self) -> None:
-        """See `Stepper.sleep`: weights go to the host, the KV cache goes."""
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """See `Stepper.sleep`: weights go to the host, or are dropped; the KV cache goes."""
         self.reset_prefix_cache()
-        self._core.model_executor.sleep(1)
+        self._core.collective_rpc("note_buffers")
+        self._core.model_executor.sleep(level)
 
     def wake(self) -> None:
         """See `Stepper.wake`."""
@@ -206,7 +212,7 @@ class VLLMStepper:
         """See `Stepper.close`."""
         self._watch.stop()
         self._receiver.close()
-        with _kept_process_group(is_kept=not self._owns_process_group):
+        with kept_process_group(is_kept=not self._owns_process_group):
             self._client.shutdown()
         _engines_in_process.discard(id(self))
         self._running.clear()
@@ -255,7 +261,7 @@ class VLLMStepper:
         try:
             yield
         except Exception:
-            with _kept_process_group(is_kept=not self._owns_process_group):
+            with kept_process_group(is_kept=not self._owns_process_group):
                 cleanup_dist_env_and_memory()
             raise
 
@@ -381,20 +387,3 @@ def _scores(output: EngineCoreOutput, top_k: int) -> TokenScores:
     if found is None:  # a sequence of one token
         found = LogprobsTensors.empty_cpu(0, top_k + 1)
     return TokenScores.after_first(found.logprob_token_ids.numpy(), found.logprobs.numpy())
-
-
-@contextmanager
-def _kept_process_group(*, is_kept: bool) -> Iterator[None]:
-    """Keep the default process group, where it is the learner's: vLLM's shutdown destroys it."""
-    destroy = torch.distributed.destroy_process_group
-
-    def destroy_others(group: Any = None) -> None:
-        if group is not None:
-            destroy(group)
-
-    if is_kept:
-        torch.distributed.destroy_process_group = destroy_others
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group = destroy

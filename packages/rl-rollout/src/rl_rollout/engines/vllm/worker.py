@@ -6,6 +6,7 @@ With tensor parallel each rank is a process of its own, to which no tensor is pa
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from rl_core.data import ExpertArray
-from rl_core.weights import Broadcast, ChecksumKind, PassingChecksums
+from rl_core.weights import Broadcast, ChecksumKind, PassingChecksums, sums_and_probes
 from rl_rollout.engines.vllm.adapter_products import multiply_at_once
 from rl_rollout.engines.vllm.adapter_slot import AdapterSlot
 from rl_rollout.engines.vllm.broadcast import ReceiveRequest, receive_all, receive_tensors
@@ -41,6 +42,7 @@ class WorkerExtension:
     rank: int
     _expert_store: ExpertStore
     _adapter_slot: AdapterSlot | None = None
+    _noted_buffers: Mapping[str, str] = MappingProxyType({})
 
     @torch.inference_mode()
     def replace_all_weights(
@@ -126,6 +128,27 @@ class WorkerExtension:
         found = {name: live.get(vllm_name(name)) for name in names}
         adapter = {} if self._adapter_slot is None else self._adapter_slot.live_parts()
         return {name: parts for name, parts in found.items() if parts is not None} | adapter
+
+    @torch.inference_mode()
+    def note_buffers(self) -> None:
+        """Note what a sleep must not change: buffers, which no update brings."""
+        self._noted_buffers = self._buffer_checksums()
+
+    @torch.inference_mode()
+    def changed_buffers(self) -> list[str]:
+        """What is another buffer since it was noted."""
+        noted, self._noted_buffers = self._noted_buffers, {}
+        found = self._buffer_checksums() if noted else {}
+        return [
+            f"buffer {name!r} is not what it was before the engine slept, and no update brings it. Let it sleep at "
+            "level 1."
+            for name in noted
+            if found.get(name) != noted[name]
+        ]
+
+    def _buffer_checksums(self) -> dict[str, str]:
+        buffers = dict(self.model_runner.get_model().named_buffers())
+        return sums_and_probes(buffers, {}, kinds=dict.fromkeys(buffers, "sums"))[0]
 
     def unlink_shared(self) -> None:
         """Let nothing stay in shared memory or the temporary folder when this process is killed."""
