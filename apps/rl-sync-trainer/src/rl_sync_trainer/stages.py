@@ -281,7 +281,7 @@ async def rest_engine(parts: Parts, *, keeps_weights: bool = False) -> None:
     """
     rollout = parts.settings.rollout
     if rollout.sleep and parts.engine.traits.can_sleep:
-        await parts.engine.sleep(1 if keeps_weights else rollout.sleep_level)
+        await parts.engine.sleep(1 if keeps_weights or rollout.sleep_keeps_weights else 2)
 
 
 def write_rollouts(parts: Parts, batch: Batch, *, step: int, version: int) -> None:

@@ -6,13 +6,13 @@ from rl_trainer_parts.settings.schema import Settings
 
 
 def shared_gpu_problems(settings: Settings) -> Iterator[str]:
-    """Problems of `weights.transport = "ipc"` and of `rollout.sleep_level`."""
+    """Problems of `weights.transport = "ipc"` and of `rollout.sleep_keeps_weights`."""
     if settings.weights.transport == "ipc":
         yield from _shared_memory(settings)
-    if settings.rollout.sleep_level == 2 and settings.lora.rank and settings.lora.serving == "adapter":
+    if not settings.rollout.sleep_keeps_weights and settings.lora.rank and settings.lora.serving == "adapter":
         yield (
-            "rollout.sleep_level = 2 drops the engine's weights, and an update of an adapter does not bring those "
-            'under it. Set rollout.sleep_level to 1, or lora.serving to "merged".'
+            "rollout.sleep_keeps_weights = false drops the engine's weights, and an update of an adapter brings none "
+            'of those under it. Set it to true, or lora.serving to "merged".'
         )
 
 

@@ -104,8 +104,8 @@ class RolloutSettings:
         audit_share: Share of the sessions whose tokens are proved to be those that the engine sampled.
         rescored_share: Share of the sessions that the engine scores again, while it serves what sampled them.
         sleep: Let the engine free its memory while the learner trains, where its platform can.
-        sleep_level: 1 moves the engine's weights to the host meanwhile; 2 drops them, which saves the copies and the
-            host's memory where every update brings all of them, and needs lora.serving = "merged" where there is one.
+        sleep_keeps_weights: Its weights are on the host meanwhile (level 1); false drops them (level 2), which saves
+            both copies and the host's memory where each update brings all weights: not with lora.serving = "adapter".
         prompts_per_step: Prompts of a step.
         group_size: Sessions of each prompt.
         max_response_tokens: Longest response.
@@ -123,7 +123,7 @@ class RolloutSettings:
     audit_share: float = 0.1
     rescored_share: float = 0.02
     sleep: bool = False
-    sleep_level: Literal[1, 2] = 1
+    sleep_keeps_weights: bool = True
     prompts_per_step: int = 64
     group_size: int = 8
     max_response_tokens: int = 1024

@@ -226,23 +226,18 @@ class TransformersStepper:
 
 
 class DroppedWeights:
-    """A model's parameters without their memory: shapes and ties stay as they are."""
+    """A model's parameters without their memory; ties stay."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Free it."""
-        self._parameters = list(model.parameters())
-        storages = {storage.data_ptr(): storage for storage in (p.untyped_storage() for p in self._parameters)}
-        self._sizes = [(storage, storage.nbytes()) for storage in storages.values()]
-        for storage, _ in self._sizes:
-            storage.resize_(0)
+        self._parameters = [(parameter, parameter.shape) for parameter in model.parameters()]
+        for parameter, _ in self._parameters:
+            parameter.data = parameter.new_empty(0)
 
     def restore(self) -> None:
         """Take the memory again, filled with NaN: what no update brings does not pass for weights."""
-        for storage, size in self._sizes:
-            storage.resize_(size)
-        with torch.no_grad():
-            for parameter in self._parameters:
-                parameter.fill_(torch.nan)
+        for parameter, shape in self._parameters:
+            parameter.data = parameter.new_full(shape, torch.nan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
