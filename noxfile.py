@@ -36,7 +36,7 @@ from tooling.environments import (
     wheels_environment,
     workspace,
 )
-from tooling.runs import STOP_S, TEST_ENV, Job, end, run_jobs, run_pytest, summary
+from tooling.runs import STOP_S, Job, end, run_jobs, run_pytest, summary
 
 SOURCES = tuple(f"{project}/src" for project in PROJECTS)
 CHECKED = (*PROJECTS, "benchmarks", "examples", "tests", "tooling", "noxfile.py", "conftest.py")
@@ -305,10 +305,12 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Run the GPU tests with the python on PATH, whose wheels fit its GPU (locks/README.md)."""
-    paths = os.pathsep.join([*(str(ROOT / s) for s in SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**TEST_ENV, "PYTHONPATH": paths}
-    session.run("python", "-m", "pytest", "-m", "gpu", *(session.posargs or ["packages", "apps", "tests"]), env=env)
+    """Run the GPU tests, or measure with `-- --bench`, with the python on PATH (locks/gpu.md); `-- --wheels DIR`."""
+    if "--wheels" in session.posargs:
+        words = [word for word in session.posargs if word != "--wheels"]
+        session.run(ensure(session, TOOLS), "tooling/gpu_wheels.py", *words)
+        return
+    session.run("python", "benchmarks/gpu.py", *session.posargs, interrupt_timeout=STOP_S)
 
 
 @nox.session
@@ -346,13 +348,14 @@ def lock(session: nox.Session) -> None:
     """Renew locks/*.txt from locks/*.in: `nox -s lock -- cpu`; all when none is named."""
     tools = ensure(session, TOOLS)
     left_out = {line.split(";")[0].strip() for line in (ROOT / "locks/overrides.txt").read_text().splitlines()}
-    for name in session.posargs or ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", "agents"):
+    for name in session.posargs or ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", "agents", "gpu"):
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
             resolve = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--report", str(report)]
             install(session, tools, *resolve, "-r", f"locks/{name}.in")
             found = [item["metadata"] for item in json.loads(report.read_text())["install"]]
         pins = {item["name"].lower().replace("_", "-").replace(".", "-"): item["version"] for item in found}
-        text = "".join(f"{key}=={pins[key]}\n" for key in sorted(pins) if key not in left_out)
+        here = {"torch"} if name == "gpu" else set()  # such a machine has a torch for its GPU
+        text = "".join(f"{key}=={pins[key]}\n" for key in sorted(pins) if key not in left_out | here)
         (ROOT / f"locks/{name}.txt").write_text(text)
         session.log(f"locks/{name}.txt: {text.count('==')} packages. Now run `nox -s tests` before you commit it.")

@@ -14,7 +14,7 @@ from _learner_workload import Rows
 from rl_core.data import Batch
 from rl_distill.prefixes import PrefixForest, batch_forest
 
-_ATTENTION = ("bmm", "softmax", "scaled_dot_product")
+_ATTENTION = ("bmm", "softmax", "scaled_dot_product", "attention", "attn", "flash")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +33,18 @@ class Parts:
 
 
 def profiled_seconds(step: Callable[[], object], *, vocab_size: int) -> Parts:
-    """Of one step, on a CPU."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    """Of one step: of the CPU, or of the kernels that a GPU ran for each operation."""
+    has_gpu = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if has_gpu else [])]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
         step()
     found = {"tokens": 0.0, "head": 0.0, "attention": 0.0}
     for event in profile.key_averages(group_by_input_shape=True):
+        if event.device_type.name != "CPU":
+            continue  # a kernel, which counts with the operation that started it
         has_vocabulary = any(vocab_size in shape for shape in event.input_shapes if isinstance(shape, list))
         kind = "attention" if any(name in event.key for name in _ATTENTION) else "head" if has_vocabulary else "tokens"
-        found[kind] += event.self_cpu_time_total / 1e6
+        found[kind] += (event.self_device_time_total if has_gpu else event.self_cpu_time_total) / 1e6
     return Parts(**found)
 
 

@@ -5,22 +5,21 @@ Every way has the same tokens, weights and products, and ends with the weights' 
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from megatron.core import tensor_parallel
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from torch import Tensor
+from torch.nn import Module
 
 from rl_distill.architecture.policy_config import parse_policy_config
 from rl_distill.learners import chosen_products
 from rl_distill.megatron.experts import Experts
+from rl_distill.megatron.kernels import PLAIN, Kernels, PolicyTransformerConfig
 from rl_distill.megatron.model_spec import transformer_config
 from rl_distill.megatron.swiglu import SwiGLU
 from rl_distill.products import computing_with, has_onednn
@@ -55,14 +54,14 @@ def measure(sizes: Sizes, *, rounds: int) -> dict[str, Any]:
         ValueError: A way computes something else than another.
     """
     layer, chosen = _Layer(sizes), chosen_products("auto")
-    ways = {OURS: (layer.ours, chosen), "in_turn_mkl": (layer.in_turn, "torch"), "grouped": (layer.grouped, "torch")}
+    ways = {OURS: (layer.ours, chosen), "grouped": (layer.grouped, chosen), "in_turn_mkl": (layer.megatrons, "torch")}
     if has_onednn():
-        ways["in_turn_onednn"] = (layer.in_turn, "onednn")
+        ways["in_turn_onednn"] = (layer.megatrons, "onednn")
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds + 1):
         norms = {}
-        for way, (compute, products) in list(ways.items())[:: 1 if number % 2 else -1]:
-            taken, norms[way] = layer.step(compute, products)
+        for way, (experts, products) in list(ways.items())[:: 1 if number % 2 else -1]:
+            taken, norms[way] = layer.step(experts, products)
             seconds[way] += [taken] if number else []
         if max(norms.values()) > (1 + TOLERANCE) * min(norms.values()):
             raise ValueError(f"all ways must compute the same; norms of outputs and gradients are {norms}")
@@ -89,15 +88,17 @@ class _Layer:
 
     def __init__(self, sizes: Sizes) -> None:
         random = torch.Generator().manual_seed(0)
-        self.experts = _experts(sizes)
-        for parameter in self.experts.parameters():
-            parameter.data.normal_(0, 0.05, generator=random)
-            parameter.main_grad = torch.zeros_like(parameter)
-        names = ("linear_fc1", "linear_fc2")
-        stacks = [torch.stack([getattr(one, name).weight for one in self.experts.local_experts]) for name in names]
-        self.stacks = [stack.detach().requires_grad_() for stack in stacks]
-        for stack in self.stacks:
-            stack.main_grad = torch.zeros_like(stack)  # type: ignore[attr-defined] # megatron's
+        self.ours, self.grouped = (_experts(sizes, Kernels(experts=way)) for way in ("turns", "grouped"))
+        self.megatrons = _megatrons(sizes)
+        for name in ("linear_fc1", "linear_fc2"):
+            weight = getattr(self.ours, name)
+            weight.data.normal_(0, 0.05, generator=random)
+            getattr(self.grouped, name).data.copy_(weight)
+            for expert, of_expert in zip(self.megatrons.local_experts, weight, strict=True):
+                getattr(expert, name).weight.data.copy_(of_expert)
+        for experts in (self.ours, self.grouped, self.megatrons):
+            for parameter in experts.parameters():
+                parameter.main_grad = torch.zeros_like(parameter)
         likely = 0.2 + torch.rand(sizes.num_experts, generator=random)
         chosen = torch.multinomial(likely.expand(sizes.num_tokens, -1), sizes.top_k, generator=random)
         self.counts = torch.bincount(chosen.flatten(), minlength=sizes.num_experts)
@@ -106,34 +107,16 @@ class _Layer:
             for width in ((sizes.hidden_size,), (), (sizes.hidden_size,))
         )
         self.flops = 18.0 * len(self.tokens) * sizes.hidden_size * sizes.ffn_hidden_size
-        self.activation = SwiGLU(None)
 
-    def ours(self, tokens: Tensor, shares: Tensor) -> Tensor:
-        """As the learner."""
-        out: Tensor = self.experts(tokens, self.counts, shares)[0]
-        return out
-
-    def in_turn(self, tokens: Tensor, shares: Tensor) -> Tensor:
-        """As megatron's own module."""
-        out: Tensor = SequentialMLP.forward(self.experts, tokens, self.counts, shares)[0]
-        return out
-
-    def grouped(self, tokens: Tensor, shares: Tensor) -> Tensor:
-        """By two grouped products of weights that are stacked already."""
-        ends = self.counts.cumsum(0).int()
-        first, second = (stack.transpose(1, 2) for stack in self.stacks)
-        hidden = self.activation(F.grouped_mm(tokens, first, offs=ends)) * shares.unsqueeze(-1)
-        return F.grouped_mm(hidden, second, offs=ends)
-
-    def step(self, compute: Callable[[Tensor, Tensor], Tensor], products: str) -> tuple[float, float]:
+    def step(self, experts: Module, products: str) -> tuple[float, float]:
         """Seconds of the processor, and the norm of outputs and gradients."""
         tokens, shares = (one.clone().requires_grad_() for one in (self.tokens, self.shares))
-        weights = [*self.experts.parameters(), *self.stacks]
+        weights: list[Any] = list(experts.parameters())
         for weight in weights:
             weight.main_grad.zero_()
         with computing_with(products):
             start = time.process_time()
-            out = compute(tokens, shares)
+            out = experts(tokens, self.counts, shares)[0]
             torch.autograd.backward(out, self.grad)
             for weight in weights:  # as megatron's hook
                 if weight.grad is not None:
@@ -144,7 +127,17 @@ class _Layer:
         return seconds, math.hypot(*(float(part.double().norm()) for part in parts if part is not None))
 
 
-def _experts(sizes: Sizes) -> Experts:
+def _experts(sizes: Sizes, kernels: Kernels) -> Experts:
+    return Experts(sizes.num_experts, _config(sizes, kernels), pg_collection=get_default_pg_collection())
+
+
+def _megatrons(sizes: Sizes) -> SequentialMLP:
+    linear = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
+    parts = MLPSubmodules(linear_fc1=linear[0], linear_fc2=linear[1], activation_func=SwiGLU)
+    return SequentialMLP(sizes.num_experts, _config(sizes), parts, pg_collection=get_default_pg_collection())
+
+
+def _config(sizes: Sizes, kernels: Kernels = PLAIN) -> PolicyTransformerConfig:
     policy = parse_policy_config(
         {
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -163,7 +156,4 @@ def _experts(sizes: Sizes) -> Experts:
             "norm_topk_prob": True,
         }
     )
-    config = transformer_config(policy, dtype=torch.float32, init_method=lambda weight: weight)
-    linear = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
-    parts = MLPSubmodules(linear_fc1=linear[0], linear_fc2=linear[1], activation_func=SwiGLU)
-    return Experts(sizes.num_experts, config, parts, pg_collection=get_default_pg_collection())
+    return transformer_config(policy, dtype=torch.float32, init_method=lambda weight: weight, kernels=kernels)

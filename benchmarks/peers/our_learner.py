@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,21 @@ class Ours:
         )
         self._learner = make(policy, options)
         self._vocab_size = int(preset.policy["vocab_size"])
+
+    def repack(self, *, tokens: int, shares: bool) -> None:
+        """Other micro-batches from the next step on, without building the model again.
+
+        Args:
+            tokens: Most of a micro-batch.
+            shares: Whether what rows share is computed once.
+        """
+        least = LearnerOptions().shared_prefix_tokens if shares else 0
+        learner = self._learner
+        learner._options = replace(learner._options, micro_batch_tokens=tokens, shared_prefix_tokens=least)
+
+    def close(self) -> None:
+        """Free the model."""
+        self._learner.close()
 
     def step(self, rows: Rows) -> Outcome:
         """One optimizer step; nothing is padded, and what rows share is computed once."""

@@ -18,7 +18,12 @@ IGNORED = -100
 
 
 class Padded:
-    """A model of transformers, torch's fused AdamW, and micro-batches that are padded to their longest row."""
+    """A model of transformers, torch's fused AdamW, and micro-batches that are padded to their longest row.
+
+    Attributes:
+        budget: Most tokens of a micro-batch, padding included.
+        attention: transformers' name of the implementation.
+    """
 
     def __init__(self, policy: Path, preset: Preset, adapted: Callable[[Any], Any] = lambda model: model) -> None:
         """Load the model with its best attention.
@@ -29,17 +34,17 @@ class Padded:
             adapted: Gives the model with what of it is trained; as it is, all weights.
         """
         has_gpu = torch.cuda.is_available()
-        attention = "flash_attention_2" if has_gpu and is_flash_attn_2_available() else "sdpa"
+        self.attention = "flash_attention_2" if has_gpu and is_flash_attn_2_available() else "sdpa"
         self._device = torch.device("cuda" if has_gpu else "cpu")
         dtype = getattr(torch, preset.dtype)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             policy,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=self.attention,
             trust_remote_code=False,
         )
         self._model = adapted(model.to(self._device)).train()
-        self._budget = preset.budget
+        self.budget = preset.budget
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         # As ours: bfloat16 weights are rounded from float32 ones, which the optimizer updates.
         is_mixed = dtype != torch.float32
@@ -54,7 +59,7 @@ class Padded:
 
     def step(self, rows: Rows) -> Outcome:
         """One optimizer step."""
-        parts = padded_micro_batches(rows.lengths, budget=self._budget)
+        parts = padded_micro_batches(rows.lengths, budget=self.budget)
         num_trained = int(rows.loss_mask.sum())
         losses = []
         for part in parts:

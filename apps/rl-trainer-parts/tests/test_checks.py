@@ -272,6 +272,20 @@ def test_a_critic_of_its_own_must_fit_the_layout_too(folder: Path) -> None:
     assert found.endswith(f"(That is for critic.path, {folder / 'critic'}.)")
 
 
+def test_learner_options_that_the_layout_or_the_policy_has_no_use_for_are_told(folder: Path) -> None:
+    options = {
+        "learner.overlap_grad_reduce": True,
+        "learner.overlap_param_gather": True,
+        "learner.recompute": "selective",
+        "learner.recompute_modules": ("moe",),
+    }
+    gathers, recomputes = trainable_problems(settings_with(folder, options))
+    assert gathers.startswith("learner.overlap_param_gather needs parallel.distributed_optimizer = true")
+    assert recomputes.startswith('learner.recompute_modules has "moe", and no layer of this policy has a mixture')
+    write_config(folder / "policy", **MIXTURE)
+    assert list(trainable_problems(settings_with(folder, {**options, "parallel.distributed_optimizer": True}))) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -26,6 +26,7 @@ KNOWN = list(setting_fields())
         ("reward", "'reward.function', 'reward.options' or 'reward.parts'"),
         ("engine", "'rollout.engine'"),
         ("optim.lr", "'learner.learning_rate'"),
+        ("lora.ranks", "'lora.rank' or 'parallel.ranks'"),
         ("data.train_batch_size", "'rollout.prompts_per_step'"),
     ],
 )

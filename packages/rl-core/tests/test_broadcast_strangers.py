@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 
@@ -56,8 +57,9 @@ def take(update: WeightUpdate, stack: ExitStack, *, num_workers: int = 1) -> Bro
     ]
     for group in groups:
         stack.callback(group.close)
-        found = dict(group.receive([TensorSpec("a", (1000,), "float32")]))
-        assert torch.equal(found["a"], WEIGHTS["a"])
+    with ThreadPoolExecutor(num_workers) as threads:
+        for found in threads.map(lambda group: dict(group.receive([TensorSpec("a", (1000,), "float32")])), groups):
+            assert torch.equal(found["a"], WEIGHTS["a"])
     return receiver
 
 

@@ -18,6 +18,7 @@ from rl_core.data.row_keys import RowKey
 from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import ParallelOptions
+from rl_distill.testing import install_cpu_kernels
 
 VOCAB_SIZE = 40
 
@@ -163,6 +164,13 @@ def make_batch() -> Callable[..., Batch]:
     return make
 
 
+class _Installation:
+    """Installs flash attention's kernels where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return install_cpu_kernels, ()
+
+
 class Started:
     """Ranks that all cases use; started again where a case ended them."""
 
@@ -181,6 +189,11 @@ class Started:
             )
         self._ranks.rearrange(parallel)
         return self._ranks
+
+    def with_cpu_kernels(self, parallel: ParallelOptions) -> LearnerRanks:
+        ranks = self.in_layout(parallel)
+        ranks.call_all("drop", _Installation())
+        return ranks
 
     def close(self) -> None:
         if self._ranks is not None:

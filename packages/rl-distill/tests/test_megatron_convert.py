@@ -86,10 +86,9 @@ def megatron_state(config: PolicyConfig, shard: Shard) -> Tensors:
             shapes[layer + "mlp.shared_experts.linear_fc1.weight"] = (2 * GLM.shared_ffn_hidden_size // tensor, hidden)
             shapes[layer + "mlp.shared_experts.linear_fc2.weight"] = (hidden, GLM.shared_ffn_hidden_size // tensor)
         ffn = MIXTURE.ffn_hidden_size // shard.expert_tensor_size
-        for expert in range(config.num_experts // shard.expert_size):
-            prefix = f"{layer}mlp.experts.local_experts.{expert}."
-            shapes[prefix + "linear_fc1.weight"] = (2 * ffn, hidden)
-            shapes[prefix + "linear_fc2.weight"] = (hidden, ffn)
+        num_experts = config.num_experts // shard.expert_size
+        shapes[layer + "mlp.experts.linear_fc1"] = (num_experts, 2 * ffn, hidden)
+        shapes[layer + "mlp.experts.linear_fc2"] = (num_experts, hidden, ffn)
     if shard.has_head:
         shapes["decoder.final_layernorm.weight"] = (hidden,)
         if not (config.is_tied and shard.has_embedding):

@@ -1,8 +1,9 @@
-"""Experts in a single node of autograd, against megatron's own module."""
+"""Experts in two stacked weights, in turn and grouped, against megatron's own module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,14 +13,17 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 
+import rl_distill.megatron.setup as setup
 import rl_distill.products as products
 from rl_core.data import Batch
+from rl_core.errors import ShapeError
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.megatron.experts import Experts
+from rl_distill.megatron.kernels import Kernels, PolicyTransformerConfig
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.megatron.model_spec import transformer_config
 from rl_distill.megatron.swiglu import SwiGLU
-from rl_distill.options import LearnerOptions
+from rl_distill.options import LearnerOptions, ParallelOptions
 from rl_distill.products import computing_with, has_onednn
 from rl_distill.supervised import supervised_objective
 
@@ -32,19 +36,22 @@ COUNTS = {
     "all tokens to one": [0, 0, 7, 0],
     "no tokens": [0, 0, 0, 0],
 }
+TURNS, GROUPED = Kernels(experts="turns"), Kernels(experts="grouped")
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def experts(request: pytest.FixtureRequest, mixture_policy: Path) -> Experts:
-    return make_experts(mixture_policy, request.param)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
 
 
-def make_experts(policy_dir: Path, dtype: torch.dtype) -> Experts:
+def config_of(policy_dir: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> PolicyTransformerConfig:
     policy = parse_policy_config(read_policy_config(policy_dir))
-    config = transformer_config(policy, dtype=dtype, init_method=lambda weight: weight)
-    linear = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
-    parts = MLPSubmodules(linear_fc1=linear[0], linear_fc2=linear[1], activation_func=SwiGLU)
-    made = Experts(policy.num_experts, config, parts, pg_collection=get_default_pg_collection())
+    return transformer_config(policy, dtype=dtype, init_method=lambda weight: weight, **changes)
+
+
+def make_experts(policy_dir: Path, dtype: torch.dtype = torch.float32, kernels: Kernels = TURNS) -> Experts:
+    config = config_of(policy_dir, dtype, kernels=kernels)
+    made = Experts(config.num_moe_experts, config, pg_collection=get_default_pg_collection())
     with torch.random.fork_rng():
         torch.manual_seed(3)
         for parameter in made.parameters():
@@ -52,21 +59,49 @@ def make_experts(policy_dir: Path, dtype: torch.dtype) -> Experts:
     return made
 
 
-def computed(
-    forward: Callable[..., tuple[Tensor, None]], experts: Experts, counts: list[int], *, seed: int = 4
-) -> dict[str, Tensor]:
-    """Outputs and gradients; of weights where they are, in their buffers or their own."""
-    random, dtype = torch.Generator().manual_seed(seed), next(experts.parameters()).dtype
+def megatrons(config: PolicyTransformerConfig) -> SequentialMLP:
+    linear = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
+    parts = MLPSubmodules(linear_fc1=linear[0], linear_fc2=linear[1], activation_func=SwiGLU)
+    return SequentialMLP(config.num_moe_experts, config, parts, pg_collection=get_default_pg_collection())
+
+
+def inputs(counts: list[int], dtype: torch.dtype, *, seed: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their shares, and a gradient of outputs."""
+    random = torch.Generator().manual_seed(seed)
     tokens, grad = (torch.randn(sum(counts), HIDDEN, generator=random).to(dtype) for _ in range(2))
-    shares = torch.rand(sum(counts), generator=random).requires_grad_()  # float32, as a router may give them
+    shares = torch.rand(sum(counts), generator=random)  # float32, as a router may give them
+    return tokens.requires_grad_(), shares.requires_grad_(), grad
+
+
+def computed(experts: Experts, counts: list[int], *, seed: int = 4) -> dict[str, Tensor]:
+    """Outputs and gradients; of weights where they are, in their buffers or their own."""
+    weights = dict(experts.named_parameters())
+    device, kind = weights["linear_fc1"].device, weights["linear_fc1"].dtype
+    tokens, shares, grad = (one.to(device).detach() for one in inputs(counts, kind, seed=seed))
     tokens.requires_grad_()
-    out, bias = forward(experts, tokens, torch.tensor(counts), shares)
+    shares.requires_grad_()
+    out, bias = experts(tokens, torch.tensor(counts, device=device), shares)
     assert bias is None
     out.backward(grad)
     found = {"out": out.detach(), "tokens": tokens.grad, "shares": shares.grad}
-    for name, parameter in experts.named_parameters():
-        found[name] = parameter.grad if parameter.grad is not None else parameter.main_grad.clone()
-        parameter.grad = None
+    for name, weight in weights.items():
+        is_in_buffer = getattr(weight, "grad_added_to_main_grad", False)
+        found[name] = weight.main_grad.clone() if is_in_buffer else weight.grad
+        weight.grad = None
+    return found
+
+
+def computed_by_megatron(experts: Experts, counts: list[int]) -> dict[str, Tensor]:
+    theirs = megatrons(experts.config)
+    for index, expert in enumerate(theirs.local_experts):
+        expert.linear_fc1.weight.data.copy_(experts.linear_fc1[index])
+        expert.linear_fc2.weight.data.copy_(experts.linear_fc2[index])
+    tokens, shares, grad = inputs(counts, experts.linear_fc1.dtype)
+    out, _ = theirs(tokens, torch.tensor(counts), shares)
+    out.backward(grad)
+    found = {"out": out.detach(), "tokens": tokens.grad, "shares": shares.grad}
+    for name in ("linear_fc1", "linear_fc2"):
+        found[name] = torch.stack([getattr(expert, name).weight.grad for expert in theirs.local_experts])
     return found
 
 
@@ -76,45 +111,96 @@ def with_buffers(experts: Experts) -> Experts:
     return experts
 
 
-def test_parameters_have_megatrons_names(mixture_policy: Path):
-    experts = make_experts(mixture_policy, torch.float32)
-    assert [name for name, _ in experts.named_parameters()][:2] == [
-        "local_experts.0.linear_fc1.weight",
-        "local_experts.0.linear_fc2.weight",
-    ]
+@pytest.mark.parametrize("expert", [1, 2])
+def test_weights_are_marked_as_megatrons(expert: int, mixture_policy: Path):
+    config = config_of(mixture_policy, parallel=ParallelOptions(ranks=expert, expert=expert))
+    experts = Experts(2, config, pg_collection=get_default_pg_collection())
+    theirs = megatrons(config).local_experts[0]
+
+    assert {name: tuple(weight.shape) for name, weight in experts.named_parameters()} == {
+        "linear_fc1": (2, *theirs.linear_fc1.weight.shape),
+        "linear_fc2": (2, *theirs.linear_fc2.weight.shape),
+    }
+    for name, ours in experts.named_parameters():
+        expected = dict(vars(getattr(theirs, name).weight))
+        expected["partition_dim"] += 1
+        assert vars(ours) == expected
+        assert ours.allreduce == (expert == 1)
 
 
+@pytest.mark.parametrize("kernels", [TURNS, GROUPED], ids=["in turn", "grouped"])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_outputs_and_gradients_are_megatrons(counts: list[int], experts: Experts):
-    expected = computed(SequentialMLP.forward, experts, counts)
+def test_outputs_and_gradients_are_megatrons(
+    counts: list[int], kernels: Kernels, dtype: torch.dtype, mixture_policy: Path
+):
+    experts = make_experts(mixture_policy, dtype, kernels)
+    expected = computed_by_megatron(experts, counts)
 
-    found = computed(Experts.forward, experts, counts)
-    in_buffers = computed(Experts.forward, with_buffers(experts), counts)
+    found = computed(experts, counts)
+    in_buffers = computed(with_buffers(experts), counts)
 
-    tolerance = 1e-6 if expected["out"].dtype == torch.float32 else 3e-2
+    tolerance = 1e-6 if dtype == torch.float32 else 3e-2
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance)
-        of_before = 1.0 if name.startswith("local_experts") else 0.0
+        of_before = 1.0 if name.startswith("linear") else 0.0
         torch.testing.assert_close(in_buffers[name].to(tensor.dtype), tensor + of_before, rtol=tolerance, atol=1e-5)
 
 
-def test_micro_batches_add_up(mixture_policy: Path):
-    experts = with_buffers(make_experts(mixture_policy, torch.float32))
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_grouped_is_in_turn_to_the_bit(counts: list[int], dtype: torch.dtype, mixture_policy: Path):
+    ways = [with_buffers(make_experts(mixture_policy, dtype, kernels)) for kernels in (TURNS, GROUPED)]
+
+    expected, found = (computed(experts, counts) for experts in ways)
+
+    for name, tensor in expected.items():
+        if name.startswith("linear") and dtype == torch.float32:  # a product that adds rounds once less
+            torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+        else:
+            assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("kernels", [TURNS, GROUPED], ids=["in turn", "grouped"])
+def test_micro_batches_add_up(kernels: Kernels, mixture_policy: Path):
+    experts = with_buffers(make_experts(mixture_policy, kernels=kernels))
 
     for seed, counts in enumerate(COUNTS.values()):
-        found = computed(Experts.forward, experts, counts, seed=seed)
+        found = computed(experts, counts, seed=seed)
 
-    alone = make_experts(mixture_policy, torch.float32)
-    parts = [computed(Experts.forward, alone, counts, seed=seed) for seed, counts in enumerate(COUNTS.values())]
+    alone = make_experts(mixture_policy)
+    parts = [computed(alone, counts, seed=seed) for seed, counts in enumerate(COUNTS.values())]
     for name, _ in experts.named_parameters():
         torch.testing.assert_close(found[name], 1.0 + sum(part[name] for part in parts), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernels", [TURNS, GROUPED], ids=["in turn", "grouped"])
+def test_frozen_weights_get_no_gradient(kernels: Kernels, mixture_policy: Path):
+    experts = make_experts(mixture_policy, kernels=kernels)
+    expected = computed(experts, COUNTS["all"])
+    experts.requires_grad_(False)
+    tokens, shares, grad = inputs(COUNTS["all"], torch.float32)
+
+    experts(tokens, torch.tensor(COUNTS["all"]), shares)[0].backward(grad)
+
+    assert torch.equal(tokens.grad, expected["tokens"])
+    assert torch.equal(shares.grad, expected["shares"])
+    assert all(weight.grad is None for weight in experts.parameters())
+
+
+def test_sizes_that_grouped_products_cannot_have_are_refused(policy_writer: Callable[..., Path], tmp_path: Path):
+    policy = policy_writer(tmp_path, "Qwen3MoeForCausalLM", moe_intermediate_size=20)
+
+    make_experts(policy, torch.float32, GROUPED)
+    make_experts(policy, torch.bfloat16, TURNS)
+    with pytest.raises(ShapeError, match=r"moe_intermediate_size / expert_tensor must be a multiple of 8 .* found 20"):
+        make_experts(policy, torch.bfloat16, GROUPED)
+
+
 @pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN products on this machine")
-def test_products_are_those_of_the_run(mixture_policy: Path, monkeypatch: pytest.MonkeyPatch):
-    experts, counts = with_buffers(make_experts(mixture_policy, torch.float32)), [0, 40, 2, 30]
-    expected = computed(Experts.forward, experts, counts)
+@pytest.mark.parametrize("kernels", [TURNS, GROUPED], ids=["in turn", "grouped"])
+def test_products_are_those_of_the_run(kernels: Kernels, mixture_policy: Path, monkeypatch: pytest.MonkeyPatch):
+    experts, counts = with_buffers(make_experts(mixture_policy, kernels=kernels)), [0, 40, 2, 30]
+    expected = computed(experts, counts)
     for parameter in experts.parameters():
         parameter.main_grad.fill_(1.0)
     calls, own = [], products._onednn
@@ -122,23 +208,70 @@ def test_products_are_those_of_the_run(mixture_policy: Path, monkeypatch: pytest
     monkeypatch.setattr(products, "_onednn", lambda a, b: calls.append(1) or own(a, b))
 
     with computing_with("onednn"):
-        found = computed(Experts.forward, experts, counts)
+        found = computed(experts, counts)
 
     assert len(calls) == 2 * 6  # of two experts; a third has too few tokens
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_learner_that_recomputes_learns_the_same(dtype: str, mixture_policy: Path, make_batch: Callable[..., Batch]):
-    options = LearnerOptions(learning_rate=1e-3, micro_batch_tokens=12, num_threads=1, dtype=dtype)
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_a_learner_that_recomputes_learns_the_same(name: str, mixture_policy: Path, make_batch: Callable[..., Batch]):
+    options = LearnerOptions(learning_rate=1e-3, micro_batch_tokens=12, num_threads=1, dtype=name)
     kept, recomputed = (
         MegatronLearner(mixture_policy, replace(options, recompute=recompute)) for recompute in ("none", "full")
     )
 
-    for seed in range(2):
-        batch = make_batch((7, 3, 9, 5), seed=seed)
-        found, expected = (learner.train_step(batch, supervised_objective) for learner in (recomputed, kept))
-        assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
+    assert trained(recomputed, make_batch) == trained(kept, make_batch)
     weights = recomputed.export_weights()
     assert all(torch.equal(weights[name], tensor) for name, tensor in kept.export_weights().items())
+
+
+def trained(learner: MegatronLearner, make_batch: Callable[..., Batch]) -> list[tuple[float, float]]:
+    """Losses and gradient norms of two steps."""
+    batches = (make_batch((7, 3, 9, 5), seed=seed) for seed in range(2))
+    steps = [learner.train_step(batch, supervised_objective) for batch in batches]
+    return [(step.loss, step.grad_norm) for step in steps]
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_a_learner_learns_the_same_grouped(
+    name: Literal["float32", "bfloat16"],
+    architecture: str,
+    policy_writer: Callable[..., Path],
+    make_batch: Callable[..., Batch],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    policy = policy_writer(tmp_path, architecture)
+    options = LearnerOptions(learning_rate=1e-3, micro_batch_tokens=12, num_threads=1, dtype=name)
+    in_turn = MegatronLearner(policy, options)
+    monkeypatch.setattr(setup, "chosen_kernels", lambda *_, **__: GROUPED)
+    grouped = MegatronLearner(policy, options)
+
+    for found, expected in zip(trained(grouped, make_batch), trained(in_turn, make_batch), strict=True):
+        assert found == pytest.approx(expected, rel=1e-6)
+    assert_weights_are_close(grouped.export_weights(), in_turn.export_weights(), exact=name == "bfloat16")
+
+
+def assert_weights_are_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, exact: bool) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0 if exact else 1e-5, msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU; nox -s gpu needs its GPU build")
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_on_a_gpu_grouped_is_in_turn(counts: list[int], dtype: torch.dtype, mixture_policy: Path):
+    counts = [40 * count for count in counts]
+    expected = computed(make_experts(mixture_policy, dtype), counts)
+    for kernels in (TURNS, GROUPED):
+        found = computed(make_experts(mixture_policy, dtype, kernels).cuda(), counts)
+        tolerance = 1e-3 if dtype == torch.float32 else 3e-2  # TF32 is off; sums have other orders
+        for name, tensor in expected.items():
+            scale = float(tensor.abs().max()) if tensor.numel() else 1.0
+            torch.testing.assert_close(found[name].cpu(), tensor, rtol=0, atol=tolerance * scale, msg=name)
+            if name.startswith("linear"):  # not what was in memory
+                assert not found[name][torch.tensor(counts) == 0].any()

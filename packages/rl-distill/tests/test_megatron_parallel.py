@@ -23,7 +23,7 @@ from rl_distill.megatron.convert import Shard
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.setup import VALUE_HEAD, chunk_blocks
-from rl_distill.options import LearnerOptions, ParallelOptions
+from rl_distill.options import KernelChoice, LearnerOptions, ParallelOptions
 
 MakeBatch = Callable[..., Batch]
 Started = Any  # conftest's
@@ -125,11 +125,13 @@ def three_steps(learner: MegatronLearner, make_batch: MakeBatch) -> list[StepRes
     ]
 
 
-def check_parity(started: Started, parallel: ParallelOptions, policy: Path, make_batch: MakeBatch) -> None:
+def check_parity(
+    started: Started, parallel: ParallelOptions, policy: Path, make_batch: MakeBatch, *, kernels: KernelChoice = "plain"
+) -> None:
     """Logprobs, loss and gradient norm of three steps, metrics and weights are those of one rank."""
     alone = MegatronLearner(policy, NOT_SHARING)
-    ranks = started.in_layout(parallel)
-    together = MegatronLearner(policy, SHARING, ranks=ranks)
+    ranks = started.in_layout(parallel) if kernels == "plain" else started.with_cpu_kernels(parallel)
+    together = MegatronLearner(policy, replace(SHARING, kernels=kernels), ranks=ranks)
     assert together.num_parameters == alone.num_parameters
     for name, tensor in alone.export_weights().items():
         assert torch.equal(together.export_weights()[name], tensor), name
@@ -180,6 +182,13 @@ def test_two_ranks_are_one(
     layout: str, policy: str, two_ranks: Started, make_batch: MakeBatch, request: pytest.FixtureRequest
 ):
     check_parity(two_ranks, TWO[layout], request.getfixturevalue(policy), make_batch)
+
+
+@pytest.mark.parametrize("layout", ["CP2", "TP2+SP", "PP2 interleaved"])
+def test_two_ranks_with_flash_attention_are_one(
+    layout: str, two_ranks: Started, four_layers: Path, make_batch: MakeBatch
+):
+    check_parity(two_ranks, TWO[layout], four_layers, make_batch, kernels="fused")
 
 
 @pytest.mark.parametrize("policy", ["four_layers", "four_layers_untied"])

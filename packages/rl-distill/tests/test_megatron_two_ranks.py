@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from rl_distill.megatron.attention.buckets import PackedLayout, packed_layout
 from rl_distill.megatron.attention.rotary import rotary_frequencies
 from rl_distill.megatron.convert import Shard, blocks_of, padded_vocab_size
 from rl_distill.megatron.cpu import install_cpu_compatibility
+from rl_distill.megatron.kernels import Kernels
 from rl_distill.megatron.model_spec import block_spec, transformer_config
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
 from rl_distill.objectives.vocabulary_parts import VocabularyPart
@@ -40,14 +42,18 @@ LAYOUTS: dict[str, ParallelOptions] = {
     "sequence-expert": ParallelOptions(ranks=2, tensor=2, sequence=True, expert=2, expert_tensor=1),
 }
 CASES = [
-    ("Qwen2ForCausalLM", "tensor"),
-    ("LlamaForCausalLM", "sequence"),
-    ("Qwen3MoeForCausalLM", "sequence"),
-    ("Qwen3MoeForCausalLM", "expert"),
-    ("Qwen3MoeForCausalLM", "sequence-expert"),
-    ("Glm4MoeForCausalLM", "sequence"),
-    ("Glm4MoeForCausalLM", "sequence-expert"),
+    ("Qwen2ForCausalLM", "tensor", "turns"),
+    ("LlamaForCausalLM", "sequence", "turns"),
+    ("Qwen3MoeForCausalLM", "sequence", "turns"),
+    ("Qwen3MoeForCausalLM", "sequence", "grouped"),
+    ("Qwen3MoeForCausalLM", "expert", "turns"),
+    ("Qwen3MoeForCausalLM", "expert", "grouped"),
+    ("Qwen3MoeForCausalLM", "sequence-expert", "turns"),
+    ("Glm4MoeForCausalLM", "sequence", "turns"),
+    ("Glm4MoeForCausalLM", "sequence-expert", "turns"),
+    ("Glm4MoeForCausalLM", "sequence-expert", "grouped"),
 ]
+"""Architecture, layout, and how experts are computed."""
 
 
 def shard_of(policy: PolicyConfig) -> Shard:
@@ -74,11 +80,19 @@ def make_layout(policy: PolicyConfig, shard: Shard) -> PackedLayout:
     return layout
 
 
-def score(policy_dir: Path, parallel: ParallelOptions) -> dict[str, torch.Tensor]:
+def score(
+    policy_dir: Path, parallel: ParallelOptions, experts: Literal["turns", "grouped"] = "turns"
+) -> dict[str, torch.Tensor]:
     """Score and differentiate on this rank: logprobs, entropy, gradients by Hugging Face name and offsets."""
     policy = parse_policy_config(read_policy_config(policy_dir))
     shard = shard_of(policy)
-    config = transformer_config(policy, dtype=torch.float32, init_method=lambda tensor: tensor, parallel=parallel)
+    config = transformer_config(
+        policy,
+        dtype=torch.float32,
+        init_method=lambda tensor: tensor,
+        parallel=parallel,
+        kernels=Kernels(experts=experts),
+    )
     model = GPTModel(
         config,
         block_spec(config),
@@ -111,7 +125,7 @@ def run_rank(rank: int, directory: Path) -> None:
     """Every case, one after the other, in the folder of the policies."""
     install_cpu_compatibility()
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
-    for architecture, name in CASES:
+    for architecture, name, experts in CASES:
         parallel = LAYOUTS[name]
         parallel_state.initialize_model_parallel(
             parallel.tensor,
@@ -120,7 +134,8 @@ def run_rank(rank: int, directory: Path) -> None:
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
-        save_file(score(directory / architecture, parallel), directory / f"{architecture}-{name}-{rank}.safetensors")
+        found = score(directory / architecture, parallel, experts)
+        save_file(found, directory / f"{architecture}-{name}-{experts}-{rank}.safetensors")
         parallel_state.destroy_model_parallel()
     dist.barrier()
     dist.destroy_process_group()
@@ -130,7 +145,7 @@ def run_rank(rank: int, directory: Path) -> None:
 def scored(tmp_path_factory: pytest.TempPathFactory, policy_writer: Callable[..., Path]) -> Path:
     """A folder with the policies, and what both ranks wrote of every case."""
     directory = tmp_path_factory.mktemp("two-ranks")
-    for architecture in {architecture for architecture, _ in CASES}:
+    for architecture in {architecture for architecture, _, _ in CASES}:
         policy_writer(directory / architecture, architecture, vocab_size=41)  # does not divide by two
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
@@ -151,13 +166,13 @@ def scored(tmp_path_factory: pytest.TempPathFactory, policy_writer: Callable[...
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("architecture", "name"), CASES)
-def test_two_ranks_score_and_learn_as_one(architecture: str, name: str, scored: Path):
+@pytest.mark.parametrize(("architecture", "name", "experts"), CASES)
+def test_two_ranks_score_and_learn_as_one(architecture: str, name: str, experts: str, scored: Path):
     policy_dir, parallel = scored / architecture, LAYOUTS[name]
     policy = parse_policy_config(read_policy_config(policy_dir))
     expected = score(policy_dir, ParallelOptions())
 
-    ranks = [load_file(scored / f"{architecture}-{name}-{rank}.safetensors") for rank in range(2)]
+    ranks = [load_file(scored / f"{architecture}-{name}-{experts}-{rank}.safetensors") for rank in range(2)]
 
     whole = sum(math.prod(shape) for shape in tensor_shapes(policy).values()) * STORED_DTYPES["F32"]
     for found in ranks:

@@ -1,14 +1,15 @@
-"""What a layout must divide."""
+"""What a layout must divide, and which options need one."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from rl_core.errors import SettingsError
 from rl_distill.architecture.mixture_config import MixtureConfig
 from rl_distill.architecture.policy_config import PolicyConfig
-from rl_distill.options import ParallelOptions
-from rl_distill.parallel_layout import check_layout, teacher_layout
+from rl_distill.options import LearnerOptions, ParallelOptions
+from rl_distill.parallel_layout import check_layout, check_learner, teacher_layout
 
 DENSE = PolicyConfig(
     architecture="Qwen3ForCausalLM",
@@ -28,6 +29,7 @@ DENSE = PolicyConfig(
     mixture=None,
 )
 MIXTURE = MixtureConfig(num_experts=6, top_k=2, norm_topk_prob=True, ffn_hidden_size=32, layers=tuple(range(6)))
+SHARED = ParallelOptions(ranks=2, distributed_optimizer=True)
 EXPERTS = replace(DENSE, architecture="Qwen3MoeForCausalLM", mixture=MIXTURE)
 
 
@@ -107,3 +109,38 @@ def test_a_teachers_ranks_share_whole_experts_as_far_as_they_go(ranks: int, expe
     check_layout(layout, EXPERTS)
     assert (layout.tensor, layout.expert, layout.expert * (layout.expert_tensor or 1)) == (ranks, expert, ranks)
     assert teacher_layout(ranks, DENSE) == ParallelOptions(ranks=ranks, tensor=ranks)
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "said"),
+    [
+        (
+            {"overlap_grad_reduce": True, "overlap_param_gather": True},
+            DENSE,
+            "overlap_param_gather needs parallel.distributed_optimizer = true",
+        ),
+        (
+            {"recompute": "selective", "recompute_modules": ("layernorm", "moe")},
+            DENSE,
+            'recompute_modules has "moe", and no layer of this policy has a mixture of experts',
+        ),
+        (
+            {"recompute": "selective", "recompute_modules": ("mlp",)},
+            EXPERTS,
+            'recompute_modules has "mlp", and no layer of this policy has a dense MLP',
+        ),
+    ],
+)
+def test_options_that_the_layout_or_the_policy_has_no_use_for_are_refused(
+    options: dict[str, Any], config: PolicyConfig, said: str
+):
+    with pytest.raises(SettingsError) as refused:
+        check_learner(LearnerOptions(**options), ParallelOptions(ranks=2), config)
+    assert str(refused.value).startswith(said)
+    check_learner(LearnerOptions(**options | {"recompute": "none"}), SHARED, config)
+
+
+def test_layers_of_both_kinds_can_be_computed_again():
+    some = replace(EXPERTS, mixture=replace(MIXTURE, layers=(1, 2)))
+    modules = ("core_attn", "layernorm", "mlp", "moe")
+    check_learner(LearnerOptions(recompute="selective", recompute_modules=modules), SHARED, some)

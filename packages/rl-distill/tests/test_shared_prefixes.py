@@ -14,6 +14,7 @@ from rl_core.data import Batch, Ragged, RowKey, offsets_of
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.megatron.teacher import MegatronTeacherModel
+from rl_distill.testing import install_cpu_kernels
 
 OPTIONS = LearnerOptions(learning_rate=1e-30, clip_grad=0.0, micro_batch_tokens=60, num_threads=1)
 KINDS = {
@@ -21,6 +22,8 @@ KINDS = {
     "recomputed": ("LlamaForCausalLM", {"recompute": "full"}),
     "mixture": ("Qwen3MoeForCausalLM", {}),
     "partly rotated": ("Glm4MoeForCausalLM", {}),
+    "dense, flash attention": ("Qwen3ForCausalLM", {"kernels": "fused"}),
+    "partly rotated, flash attention": ("Glm4MoeForCausalLM", {"kernels": "fused", "recompute": "full"}),
 }
 
 
@@ -40,8 +43,9 @@ class Pair:
 
     def __init__(self, policy: Path, **changes: str) -> None:
         options = replace(OPTIONS, **changes)
+        install_cpu_kernels()
         self.shared = MegatronLearner(policy, replace(options, shared_prefix_tokens=1))
-        self.apart = MegatronLearner(policy, replace(options, shared_prefix_tokens=0))
+        self.apart = MegatronLearner(policy, replace(options, shared_prefix_tokens=0, kernels="plain"))
 
     def check(self, batch: Batch) -> int:
         """Everything agrees; gives the tokens that were computed."""

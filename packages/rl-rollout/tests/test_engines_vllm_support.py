@@ -111,7 +111,12 @@ MIXTURE = {
         (SHAPES, {}, ("q_proj", "up_proj"), []),
         (SHAPES, {"lora_target_modules": ("up_proj",)}, ("up_proj",), []),
         (MIXTURE, {}, ("o_proj",), []),
-        (SHAPES, {"max_lora_rank": 513}, ("q_proj", "up_proj"), ["max_lora_rank must be from 0 to 512; found 513."]),
+        (
+            SHAPES,
+            {"max_lora_rank": 513},
+            ("q_proj", "up_proj"),
+            ["max_lora_rank, in a run lora.rank, must be from 0 to 512; found 513."],
+        ),
         (
             SHAPES,
             {"lora_target_modules": ("q_proj", "lm_head")},

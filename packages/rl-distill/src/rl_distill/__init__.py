@@ -10,7 +10,7 @@ from rl_distill.architecture.model_memory import rank_memory
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import count_parameters
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
-from rl_distill.parallel_layout import check_layout, check_ranks, teacher_layout
+from rl_distill.parallel_layout import check_layout, check_learner, check_ranks, teacher_layout
 
 __all__ = [
     "LearnerOptions",
@@ -20,6 +20,7 @@ __all__ = [
     "adapted_modules",
     "adapter_size",
     "check_layout",
+    "check_learner",
     "check_ranks",
     "count_parameters",
     "forward_flops",

@@ -9,7 +9,7 @@ from rl_distill.learner import MetricSums
 Totals = Mapping[str, tuple[float, float]]
 
 
-def metric_totals(sums: Iterable[MetricSums]) -> dict[str, tuple[float, float]]:
+def metric_totals(sums: Iterable[MetricSums | Totals]) -> dict[str, tuple[float, float]]:
     """(weighted sum, weight) of each metric over micro-batches; (extreme, weight) of one that is an extreme."""
     return _joined({name: (float(value), float(weight)) for name, (value, weight) in part.items()} for part in sums)
 

@@ -18,6 +18,7 @@ KernelChoice = Literal["auto", "plain", "fused", "transformer_engine"]
 KERNELS = ("auto", "plain", "fused", "transformer_engine")
 PRODUCTS = ("auto", "torch", "onednn")
 SERVINGS = ("adapter", "merged")
+MAX_ALPHA = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class LearnerOptions:
         micro_batch_tokens: Most tokens of a micro-batch, for each rank that shares its tokens (`context`); a longer
             trajectory gets its own.
         shared_prefix_tokens: Rows of a prompt that begin with at least so many tokens alike compute them once, which
-            changes results by rounding alone; 0 computes each row on its own. GPUs always do.
+            changes results by rounding alone; 0 computes each row on its own. So do GPUs in float32.
         products: float32 matrix products on a CPU: "torch" (MKL's), "onednn", or "auto" for what is faster here, which
             a run measures at its start and keeps.
         dtype: Parameters in "float32" or "bfloat16" (with float32 master weights).
@@ -154,6 +155,8 @@ class LoraOptions:
         yield from not_among(self, {"serving": SERVINGS, "rslora": (False, True)})
         if self.alpha is not None:
             yield from not_numbers(self, ("alpha",), above=0.0)
+            if is_number(self.alpha) and self.alpha >= MAX_ALPHA:
+                yield f"alpha must be below {MAX_ALPHA:g}; found {self.alpha:g}."
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             yield f"dropout must be a number of at least 0 and below 1; found {self.dropout!r}."
         patterns: object = self.target_modules

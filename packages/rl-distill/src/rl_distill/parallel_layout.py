@@ -1,11 +1,11 @@
-"""What a parallel layout must divide; refused before a process starts."""
+"""What a parallel layout must divide, and which options need one; refused before a process starts."""
 
 import math
 from collections.abc import Iterator
 
 from rl_core.errors import SettingsError
 from rl_distill.architecture.policy_config import PolicyConfig
-from rl_distill.options import ParallelOptions
+from rl_distill.options import LearnerOptions, ParallelOptions
 
 
 def teacher_layout(ranks: int, config: PolicyConfig) -> ParallelOptions:
@@ -25,6 +25,35 @@ def check_layout(parallel: ParallelOptions, config: PolicyConfig) -> None:
     check_ranks(parallel)
     if found := [*_dense_problems(parallel, config), *_expert_problems(parallel, config)]:
         raise SettingsError("\n".join(found))
+
+
+def check_learner(options: LearnerOptions, parallel: ParallelOptions, config: PolicyConfig) -> None:
+    """Refuse options that the layout or the policy has no use for.
+
+    Raises:
+        SettingsError: Each line begins with an option, and says what was found, and what would do.
+    """
+    if found := [*_gather_problems(options, parallel), *_recompute_problems(options, config)]:
+        raise SettingsError("\n".join(found))
+
+
+def _gather_problems(options: LearnerOptions, parallel: ParallelOptions) -> Iterator[str]:
+    if options.overlap_param_gather and not parallel.distributed_optimizer:
+        yield (
+            "overlap_param_gather needs parallel.distributed_optimizer = true: without, each rank updates all of its "
+            "weights, and none are gathered; found false. Set it, or overlap_param_gather = false."
+        )
+
+
+def _recompute_problems(options: LearnerOptions, config: PolicyConfig) -> Iterator[str]:
+    if options.recompute != "selective":
+        return
+    num_mixtures = sum(config.is_mixture(layer) for layer in range(config.num_layers))
+    layers = {"moe": num_mixtures, "mlp": config.num_layers - num_mixtures}
+    for module in options.recompute_modules:
+        if layers.get(module) == 0:
+            what = "a mixture of experts" if module == "moe" else "a dense MLP"
+            yield f'recompute_modules has "{module}", and no layer of this policy has {what}; leave it out.'
 
 
 def _dense_problems(parallel: ParallelOptions, config: PolicyConfig) -> Iterator[str]:

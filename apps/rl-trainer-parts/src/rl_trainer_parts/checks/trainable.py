@@ -1,10 +1,11 @@
 """Whether the learners know the run's models, and can spread them as asked; others can only be evaluated."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError
-from rl_distill import check_layout, check_ranks, parse_policy_config, read_policy_config
+from rl_distill import check_layout, check_learner, check_ranks, parse_policy_config, read_policy_config
 from rl_trainer_parts.checks.lora import lora_files
 from rl_trainer_parts.checks.model_folder import check_policy_folder
 from rl_trainer_parts.learning.start_learners import needs_critic
@@ -32,7 +33,12 @@ def _problems(settings: Settings, folder: Path, setting: str, *, has_adapter: bo
         check_ranks(settings.parallel)
     except SettingsError:  # said with the other values
         return
-    try:
-        check_layout(settings.parallel, config)
-    except SettingsError as error:
-        yield from (f"parallel.{line} (That is for {setting}, {folder}.)" for line in str(error).splitlines())
+    checks = (
+        ("parallel", partial(check_layout, settings.parallel, config)),
+        ("learner", partial(check_learner, settings.learner, settings.parallel, config)),
+    )
+    for table, check in checks:
+        try:
+            check()
+        except SettingsError as error:
+            yield from (f"{table}.{line} (That is for {setting}, {folder}.)" for line in str(error).splitlines())

@@ -63,7 +63,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
         found = [one for one in names if one.startswith(f"{name}.")] or found
     if section:
         near = [one for one in found if _likeness(section, one.rpartition(".")[0]) >= MIN_LIKENESS]
-        found = near or found
+        own = [one for one in names if one.rpartition(".")[0] == section and likeness[one] >= MIN_LIKENESS]
+        found = near or [*sorted(own, key=lambda one: -likeness[one]), *found]
         found.sort(key=lambda one: -_likeness(section, one.rpartition(".")[0]))  # stable: the most used first
     found = found or difflib.get_close_matches(name, names, n=1)
     shown = [repr(one) for one in found[:MAX_SUGGESTIONS]]

@@ -4,7 +4,8 @@ They travel over the connections on which the workers have proved the transport'
 travels over these.
 
 The tensors' bytes are one stream, cut into buckets of equal size; only the last is smaller. A tensor larger than a
-bucket spans several, small ones share one. Both sides hold one bucket and one tensor at a time.
+bucket spans several, small ones share one. Both sides hold two buckets and one tensor at a time: one bucket is filled,
+or emptied, while the other travels.
 """
 
 import math
@@ -12,7 +13,9 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from datetime import timedelta
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +23,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from rl_core.errors import DeadlineError, TransferError
-from rl_core.weights.secret_sockets import connect, receive_into, receive_message, send, send_message
+from rl_core.weights.secret_sockets import (
+    connect,
+    hang_up,
+    receive_into,
+    receive_message,
+    send,
+    send_message,
+    wait_readable,
+)
 from rl_core.weights.update import Broadcast
 
 SENDER = 0
 PAUSE_S = 0.0005
+READY = b"+"
 
 
 class TensorSpec(NamedTuple):
@@ -59,6 +71,7 @@ class BroadcastGroup:
         size: int,
         device: torch.device,
         connections: Sequence[socket.socket] = (),
+        engine: socket.socket | None = None,
     ) -> None:
         """Meet the others.
 
@@ -69,6 +82,7 @@ class BroadcastGroup:
             size: How many meet.
             device: Where buckets are.
             connections: Of the sender, to its workers by their ranks; a worker makes its own.
+            engine: Of the sender, to the workers' engine, which says nothing while they receive, unless it ends.
 
         Raises:
             TransferError: The sender is gone.
@@ -76,6 +90,7 @@ class BroadcastGroup:
         self._meeting, self._name, self._device = meeting, name, device
         self._is_sender = rank == SENDER
         self._connections = list(connections)
+        self._engine = engine
         self._group: Any = None
         try:
             if not self._is_sender:
@@ -99,41 +114,44 @@ class BroadcastGroup:
             TransferError: A receiver is gone.
             DeadlineError: A receiver takes nothing any more.
         """
-        bucket, filled = self._new_bucket(), 0
-        for tensor in tensors:
-            rest = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            while len(rest):
-                count = min(len(rest), len(bucket) - filled)
-                bucket[filled : filled + count].copy_(rest[:count])
-                rest, filled = rest[count:], filled + count
-                if filled == len(bucket):
-                    self._broadcast(bucket)
-                    filled = 0
-        if filled:
-            self._broadcast(bucket[:filled])
+        with ThreadPoolExecutor(1, "send weights") as thread:
+            under_way: Future[None] | None = None
+            for bucket in self._filled(tensors):
+                following = self._start(bucket, thread)
+                if under_way is not None:
+                    under_way.result()
+                under_way = following
+            if under_way is not None:
+                under_way.result()
 
-    def receive(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(
+        self, specs: Iterable[TensorSpec], *, thread: Executor | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Receive what is sent, tensor by tensor.
+
+        Args:
+            specs: What comes, in order.
+            thread: Of one thread alone, in which buckets are received. Workers that receive from several senders share
+                one, so that all of them turn to the senders in the same order; None makes one.
 
         Raises:
             TransferError: The sender is gone.
             DeadlineError: The sender gives nothing any more.
         """
         specs = list(specs)
-        bucket, left = self._new_bucket(), sum(spec.size_bytes for spec in specs)
-        waiting = bucket[:0]
-        for spec in specs:
-            values = torch.empty(spec.size_bytes, dtype=torch.uint8, device=self._device)
-            rest = values
-            while len(rest):
-                if not len(waiting):
-                    waiting = bucket[: min(len(bucket), left)]
-                    self._broadcast(waiting)
-                    left -= len(waiting)
-                count = min(len(rest), len(waiting))
-                rest[:count].copy_(waiting[:count])
-                rest, waiting = rest[count:], waiting[count:]
-            yield spec.name, values.view(getattr(torch, spec.dtype)).reshape(spec.shape)
+        with ThreadPoolExecutor(1, "receive weights") as own:
+            coming = self._coming(sum(spec.size_bytes for spec in specs), thread or own)
+            waiting = torch.empty(0, dtype=torch.uint8)
+            for spec in specs:
+                values = torch.empty(spec.size_bytes, dtype=torch.uint8, device=self._device)
+                rest = values
+                while len(rest):
+                    if not len(waiting):
+                        waiting = next(coming)
+                    count = min(len(rest), len(waiting))
+                    rest[:count].copy_(waiting[:count])
+                    rest, waiting = rest[count:], waiting[count:]
+                yield spec.name, values.view(getattr(torch, spec.dtype)).reshape(spec.shape)
 
     def close(self) -> None:
         """Leave the group, whatever is under way. Can be called twice."""
@@ -142,13 +160,62 @@ class BroadcastGroup:
             group.abort()
         connections, self._connections = self._connections, []
         for connection in connections:
+            hang_up(connection)  # a thread may wait on it
             connection.close()
 
-    def _new_bucket(self) -> torch.Tensor:
-        return torch.empty(self._meeting.bucket_bytes, dtype=torch.uint8, device=self._device)
+    def _filled(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Buckets of the tensors' bytes; one is filled while the one before may travel."""
+        buckets = self._two_buckets()
+        bucket, filled = next(buckets), 0
+        for tensor in tensors:
+            rest = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            while len(rest):
+                count = min(len(rest), len(bucket) - filled)
+                bucket[filled : filled + count].copy_(rest[:count])
+                rest, filled = rest[count:], filled + count
+                if filled == len(bucket):
+                    yield bucket
+                    bucket, filled = next(buckets), 0
+        if filled:
+            yield bucket[:filled]
+
+    def _coming(self, size_bytes: int, thread: Executor) -> Iterator[torch.Tensor]:
+        """Buckets with so many bytes; one travels while the one before may be emptied."""
+        under_way: tuple[torch.Tensor, Future[None]] | None = None
+        for bucket in self._two_buckets():
+            following = bucket[:size_bytes]
+            size_bytes -= len(following)
+            started = (following, self._start(following, thread)) if len(following) else None
+            if under_way is not None:
+                under_way[1].result()
+                yield under_way[0]
+            if started is None:
+                return
+            under_way = started
+
+    def _two_buckets(self) -> Iterator[torch.Tensor]:
+        """Two in turn; those of NCCL are on the device, sockets read and write the host's memory."""
+        device = torch.device("cpu") if self._group is None else self._device
+        return cycle([torch.empty(self._meeting.bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)])
+
+    def _start(self, bucket: torch.Tensor, thread: Executor) -> Future[None]:
+        """Let a bucket travel, after what the present stream does with it."""
+        if not bucket.is_cuda:
+            return thread.submit(self._broadcast, bucket)
+        stream = torch.cuda.current_stream(bucket.device)
+
+        def after_stream() -> None:
+            with torch.cuda.stream(stream):
+                self._broadcast(bucket)
+
+        return thread.submit(after_stream)
 
     def _broadcast(self, values: torch.Tensor) -> None:
+        """Move one bucket; each worker says when it is ready, so that nobody's deadline counts what others send it."""
         try:
+            if not self._connections:
+                raise ConnectionError("this member has left the group")
+            self._agree()
             if self._group is not None:
                 self._wait(self._group.broadcast([values], _from_sender()))
             else:
@@ -161,9 +228,15 @@ class BroadcastGroup:
                 "Another member ended; start it again."
             ) from error
 
+    def _agree(self) -> None:
+        for connection in self._connections:
+            if not self._is_sender:
+                send(connection, READY, ends_at=time.monotonic() + self._meeting.deadline_s)
+                continue
+            wait_readable(connection, unless=self._engine)  # while both live, or until the sender gives them up
+            receive_into(connection, memoryview(bytearray(len(READY))), ends_at=math.inf)
+
     def _pass_on(self, content: memoryview) -> None:
-        if not self._connections:
-            raise ConnectionError("this member has left the group")
         ends_at = time.monotonic() + self._meeting.deadline_s
         for connection in self._connections:
             if self._is_sender:

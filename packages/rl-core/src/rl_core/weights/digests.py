@@ -98,7 +98,7 @@ def tensor_checksum(tensor: "torch.Tensor", kind: ChecksumKind | None = None) ->
         tensor: Of any shape and strides.
         kind: Of the checksum; None takes "sums" of a tensor on a GPU, and "crc32c" of another.
     """
-    return sums_text(word_sums(tensor)) if (kind or _own_kind(tensor)) == "sums" else _crc32c_text(tensor)
+    return sums_text(word_sums(tensor).tolist()) if (kind or _own_kind(tensor)) == "sums" else _crc32c_text(tensor)
 
 
 def _crc32c_text(tensor: "torch.Tensor") -> str:
@@ -115,7 +115,7 @@ def digest_tensors(
         kind: Of the checksums; None takes "sums" of tensors on a GPU, and "crc32c" of others.
     """
     own = {name: kind or _own_kind(tensor) for name, tensor in tensors.items()}
-    sums, probes = sums_and_probes(tensors, tensors, kinds=own)
+    sums, probes = _sums_and_probes(tensors, kinds=own)
     return {
         name: TensorDigest(
             shape=tuple(tensor.shape),
@@ -127,36 +127,26 @@ def digest_tensors(
     }
 
 
-def sums_and_probes(
-    arrived: Mapping[str, "torch.Tensor"],
-    live: Mapping[str, "torch.Tensor"],
-    *,
-    kinds: Mapping[str, ChecksumKind],
+def _sums_and_probes(
+    tensors: Mapping[str, "torch.Tensor"], *, kinds: Mapping[str, ChecksumKind]
 ) -> tuple[dict[str, str], dict[str, FloatArray]]:
-    """What a receipt says of an update; the numbers of all tensors on a device come to the host together.
-
-    Args:
-        arrived: The tensors as they arrived.
-        live: The tensors as they are served.
-        kinds: What checksum to compute of each tensor that arrived; crc32c where none is named.
-
-    Returns:
-        Checksums of what arrived, and probes of what is live.
-    """
-    kept = [name for name in arrived if kinds.get(name) == "sums"]
-    read = [name for name in arrived if kinds.get(name) != "sums"]
-    crcs = _on_threads(_crc32c_text, [arrived[name] for name in read])
-    sums = [word_sums(arrived[name]) for name in kept]
-    on_host = to_host([*sums, *_on_threads(_probed, list(live.values()), live)])
-    texts = dict(zip(read, crcs, strict=True)) | dict(zip(kept, map(sums_text, on_host), strict=False))
-    probes = {name: probe.numpy() for name, probe in zip(live, on_host[len(kept) :], strict=True)}
-    return {name: texts[name] for name in arrived}, probes
+    """Checksums and probes of tensors; the numbers of all on a device come to the host together."""
+    kept = [name for name in tensors if kinds[name] == "sums"]
+    read = [name for name in tensors if kinds[name] != "sums"]
+    crcs = _on_threads(_crc32c_text, [tensors[name] for name in read])
+    sums = [word_sums(tensors[name]) for name in kept]
+    on_host = to_host([*sums, *_on_threads(_probed, list(tensors.values()), tensors)])
+    texts = dict(zip(read, crcs, strict=True)) | dict(zip(kept, _texts(on_host), strict=False))
+    return texts, {name: probe.numpy() for name, probe in zip(tensors, on_host[len(kept) :], strict=True)}
 
 
-def sums_text(sums: "torch.Tensor") -> str:
-    """`word_sums` as digests and receipts have them."""
-    first, second = sums.tolist()
-    return f"sums:{first % 2**64:016x}{second % 2**64:016x}"
+def sums_text(sums: Sequence[int]) -> str:
+    """The two sums of `word_sums`, modulo 2**64, as digests and receipts have them."""
+    return f"sums:{sums[0] % 2**64:016x}{sums[1] % 2**64:016x}"
+
+
+def _texts(sums: Iterable["torch.Tensor"]) -> Iterator[str]:
+    return (sums_text(one.tolist()) for one in sums)
 
 
 class PassingChecksums:
@@ -191,9 +181,15 @@ class PassingChecksums:
 
     def result(self) -> dict[str, str]:
         """Checksum of each tensor that passed."""
-        sums = zip(self._sums, to_host(list(self._sums.values())), strict=True)
+        return self.with_probes({})[0]
+
+    def with_probes(self, live: Mapping[str, "torch.Tensor"]) -> tuple[dict[str, str], dict[str, FloatArray]]:
+        """Checksum of each tensor that passed, and probes of others; what a GPU computed comes at once."""
+        numbers = to_host([*self._sums.values(), *(_probed(tensor) for tensor in live.values())])
+        sums = dict(zip(self._sums, _texts(numbers), strict=False))
         read = {name: checksum.result() for name, checksum in self._read.items()}
-        return read | {name: sums_text(numbers) for name, numbers in sums}
+        probes = (probe.numpy() for probe in numbers[len(sums) :])
+        return read | sums, dict(zip(live, probes, strict=True))
 
 
 def to_host(tensors: Sequence["torch.Tensor"]) -> list["torch.Tensor"]:

@@ -9,6 +9,7 @@ import hmac
 import ipaddress
 import json
 import secrets
+import selectors
 import socket
 import threading
 import time
@@ -165,6 +166,21 @@ def receive_into(connection: socket.socket, content: memoryview, *, ends_at: flo
         if not count:
             raise ConnectionResetError("the other side closed the connection")
         content = content[count:]
+
+
+def wait_readable(connection: socket.socket, *, unless: socket.socket | None) -> None:
+    """Wait until the other side has sent something, or is gone, for as long as another connection is silent.
+
+    Raises:
+        ConnectionResetError: That one is gone.
+    """
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        if unless is not None:
+            selector.register(unless, selectors.EVENT_READ)
+        ready = [key.fileobj for key, _ in selector.select()]
+    if connection not in ready:
+        raise ConnectionResetError("its engine left")
 
 
 def send_message(connection: socket.socket, message: Mapping[str, Any], *, deadline_s: float) -> None:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from rl_core.data.records import ExpertArray, FloatArray, IntArray
 from rl_core.errors import ShapeError
@@ -46,6 +46,35 @@ class Broadcast:
     secret: str = field(repr=False)
     bucket_bytes: int
     deadline_s: float
+
+
+class Rectangle(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        name: Of the tensor.
+        offsets: Where it begins, by axis.
+        sizes: Its extent, by axis.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@record
+class WeightSource:
+    """One of several senders of an update.
+
+    Attributes:
+        sender: Who it is, for messages, such as "learner[1]".
+        meeting: Where it is met.
+        rectangles: What it sends, in order; that of the tensors is the update's.
+    """
+
+    sender: str
+    meeting: Broadcast
+    rectangles: Sequence[Rectangle]
 
 
 @record
@@ -116,6 +145,7 @@ class WeightUpdate:
         tensors: The tensors when sender and engine share a process.
         file: A safetensors file, in shared memory, when they do not.
         broadcast: Where the tensors are received, in the order of the digests, when they come over the network.
+        sources: Where rectangles of them are received, when each rank of the learner sends its own.
         shared: Where the tensors are opened, in memory of the sender's GPU.
         tied: Names that the engine must serve from another tensor, such as
             {"lm_head.weight": "model.embed_tokens.weight"}.
@@ -127,9 +157,15 @@ class WeightUpdate:
     tensors: Mapping[str, "torch.Tensor"] | None = None
     file: Path | None = None
     broadcast: Broadcast | None = None
+    sources: Sequence[WeightSource] = ()
     shared: SharedBuckets | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
     adapter: AdapterUpdate | None = None
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the tensors come over the network."""
+        return self.broadcast is not None or bool(self.sources)
 
     @property
     def served(self) -> dict[str, TensorDigest]:

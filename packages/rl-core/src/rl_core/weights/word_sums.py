@@ -9,7 +9,7 @@ zeros. The sums, modulo 2**64, are
 Every factor is odd, so that each sum changes with any single word. Factors of two places differ by less than a power
 of two at which a difference of words could vanish, so that each also changes when two different words change places.
 Integers wrap alike on every device, in whatever order they are added. Both sums are linear: those of the rectangles of
-a tensor, each at its place, add up to those of the whole.
+a tensor, each at its place, add up to those of the whole (`rectangle_sums`).
 
 They find faults, and keep nobody out: who can change the weights can also change them so that the sums stay.
 """
@@ -24,60 +24,72 @@ if TYPE_CHECKING:
 BASE = 0x9E3779B97F4A7C15
 """Odd, 5 modulo 8: its powers have the longest period."""
 
+MODULUS = 2**64
 WORD_BYTES = 4
 ROW_WORDS = 4096
-CHUNK_ROWS = 1024
-CHUNK_BYTES = CHUNK_ROWS * ROW_WORDS * WORD_BYTES
+CHUNK_BYTES = 1024 * ROW_WORDS * WORD_BYTES
 """What is summed up at once: a product of this many words takes twice as much memory."""
 
 
-def word_sums(tensor: "torch.Tensor") -> "torch.Tensor":
-    """The two sums of a tensor's contiguous bytes.
+def word_sums(tensor: "torch.Tensor", *, start_bytes: int = 0) -> "torch.Tensor":
+    """The share of a run of bytes in the two sums of a tensor; by default the sums of the whole.
 
     Args:
-        tensor: Of any shape, strides and dtype.
+        tensor: Of any shape, strides and dtype; its contiguous bytes are the run.
+        start_bytes: Where the run begins in the tensor that is summed up.
 
     Returns:
         [2] int64, on the tensor's device; nothing waits for it.
     """
     import torch
+    from torch.nn.functional import pad
 
+    front = start_bytes % WORD_BYTES
+    if front:  # a vector that begins within a word
+        tensor = pad(tensor.detach().reshape(-1), (front // tensor.element_size(), 0))
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    first = 0
+    first = start_bytes // WORD_BYTES
     for words in _word_chunks(tensor.detach()):
-        total += _chunk_sums(words, first)
+        rows = pad(words, (0, -len(words) % ROW_WORDS)).view(-1, ROW_WORDS)  # zeros add nothing
+        total += row_sums(rows, first, ROW_WORDS)
         first += len(words)
     return total
 
 
-def _chunk_sums(words: "torch.Tensor", first: int) -> "torch.Tensor":
-    """[2] int64 of words that begin at word `first` of the tensor."""
-    import torch
-    from torch.nn.functional import pad
+def row_sums(rows: "torch.Tensor", first: int, stride: int) -> "torch.Tensor":
+    """The share of rows of words in the two sums of their tensor.
 
-    rows = pad(words, (0, -len(words) % ROW_WORDS)).view(-1, ROW_WORDS)  # zeros add nothing
-    places, powers, row_powers = _factors(words.device)
-    plain = rows.sum(1)
-    inner = (rows * places).sum(1)
-    row_places = torch.arange(len(rows), device=words.device) * (2 * ROW_WORDS) + 2 * first
-    scaled = (rows * powers).sum(1) * row_powers[: len(rows)]
-    return torch.stack([(inner + plain * row_places).sum(), scaled.sum() * _signed(pow(BASE, first, 2**64))])
+    Args:
+        rows: [R, K] int32.
+        first: Word of the tensor at which row 0 begins.
+        stride: Words from the begin of one row to that of the next.
 
-
-@lru_cache(maxsize=32)
-def _factors(device: "torch.device") -> tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]:
-    """The factors of a row's words in either sum, and what the second one multiplies each row with; int64."""
+    Returns:
+        [2] int64, on the rows' device.
+    """
     import torch
 
-    places = torch.arange(1, 2 * ROW_WORDS, 2, device=device)
-    powers = [_signed(pow(BASE, place, 2**64)) for place in range(ROW_WORDS)]
-    row_powers = [_signed(pow(BASE, row * ROW_WORDS, 2**64)) for row in range(CHUNK_ROWS)]
-    return places, torch.tensor(powers, device=device), torch.tensor(row_powers, device=device)
+    places = torch.arange(1, 2 * rows.shape[1], 2, device=rows.device)
+    starts = torch.arange(len(rows), device=rows.device) * (2 * stride) + 2 * first
+    plain = (rows * places).sum(1) + rows.sum(1) * starts
+    powers = (rows * _powers(BASE, rows.shape[1], rows.device)).sum(1)
+    steps = _powers(pow(BASE, stride, MODULUS), len(rows), rows.device)
+    return torch.stack([plain.sum(), (powers * steps).sum() * _signed(pow(BASE, first, MODULUS))])
+
+
+@lru_cache(maxsize=128)
+def _powers(base: int, count: int, device: "torch.device") -> "torch.Tensor":
+    """[count] int64: base**0, base**1, ..., modulo 2**64."""
+    import torch
+
+    factors = torch.full((count,), _signed(base % MODULUS), dtype=torch.int64, device=device)
+    factors[:1] = 1
+    return factors.cumprod(0)
 
 
 def _signed(number: int) -> int:
     """The same 64 bits as torch's int64 has them."""
-    return number - 2**64 if number >= 2**63 else number
+    return number - MODULUS if number >= MODULUS // 2 else number
 
 
 def _word_chunks(tensor: "torch.Tensor") -> Iterator["torch.Tensor"]:

@@ -18,13 +18,12 @@ from rl_core.files import StoredTensor, current_umask, read_json_object, read_sa
 from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX
 from rl_distill.architecture.tensor_shapes import Shape
 from rl_distill.checkpoints.hf_folder import STORED_DTYPES
-from rl_distill.options import DTYPES, LoraOptions
+from rl_distill.options import DTYPES, MAX_ALPHA, LoraOptions
 
 CONFIG_FILE = "adapter_config.json"
 BASE_FILE = "base.json"
 """Ours, beside peft's files: dtype and digest of the base model."""
 WEIGHTS_FILE = "adapter_model.safetensors"
-MAX_ALPHA = 1e9
 
 _UNDERSTOOD = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights", "target_modules"}
 _WITHOUT_EFFECT = {

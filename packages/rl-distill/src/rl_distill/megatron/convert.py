@@ -1,9 +1,10 @@
 """Which rectangle of which Hugging Face tensor each part of a rank's tensors is.
 
 megatron fuses what Hugging Face keeps apart: `linear_qkv` holds, group by group, the group's query heads, its
-key and its value; `linear_fc1` of a rank holds its slice of the gate, then its slice of the up projection. A `Block`
-names one rectangle and a view of the rank's tensor with the same elements in the same order. Nothing is computed, so
-that reading, writing and changing the layout are exact to the bit; optimizer moments go by the same blocks.
+key and its value; `linear_fc1` of a rank holds its slice of the gate, then its slice of the up projection; one tensor
+holds those of all the rank's experts. A `Block` names one rectangle and a view of the rank's tensor with the same
+elements in the same order. Nothing is computed, so that reading, writing and changing the layout are exact to the bit;
+optimizer moments go by the same blocks.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from rl_distill.architecture.policy_config import PolicyConfig
 State = Mapping[str, Tensor]
 
 _LAYERS = "decoder.layers."
-_EXPERTS = "mlp.experts.local_experts."
+_EXPERTS = "mlp.experts."
 _SHARED = "mlp.shared_experts."
 _EMBEDDING = "model.embed_tokens.weight"
 _WHOLE = {
@@ -265,11 +266,14 @@ def _feed_forward_blocks(part: str, prefix: str, tensor: Tensor, split: _Split) 
 
 
 def _expert_blocks(part: str, prefix: str, tensor: Tensor, config: PolicyConfig, shard: Shard) -> list[Block]:
-    local, _, matrix = part.partition(".")
-    expert = shard.expert_rank * (config.num_experts // shard.expert_size) + int(local)
+    """Of the same matrix of all the rank's experts, [experts, rows, columns]."""
+    first = shard.expert_rank * (config.num_experts // shard.expert_size)
     split = _Split(rank=shard.expert_tensor_rank, size=shard.expert_tensor_size, is_expert=True)
-    blocks = _feed_forward_blocks(f"mlp.{matrix}", prefix, tensor, split)
-    return [replace(block, name=block.name.replace(".mlp.", f".mlp.experts.{expert}.", 1)) for block in blocks]
+    return [
+        replace(block, name=block.name.replace(".mlp.", f".mlp.experts.{expert}.", 1))
+        for expert, matrix in enumerate(tensor, start=first)
+        for block in _feed_forward_blocks(f"mlp.{part}.weight", prefix, matrix, split)
+    ]
 
 
 def _vocabulary_block(name: str, tensor: Tensor, config: PolicyConfig, split: _Split, *, is_copy: bool) -> Block:

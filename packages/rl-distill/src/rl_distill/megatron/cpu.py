@@ -66,11 +66,11 @@ def _is_cuda(device: object) -> bool:
     )
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _elsewhere(factory: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
+            kwargs["device"] = device
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
@@ -116,17 +116,17 @@ class _SharedGroups:
             self._world, self._groups = dist.group.WORLD, {}
         key = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
         if key not in self._groups:
-            self._groups[key] = dist.new_group(ranks=list(key), **{**kwargs, "backend": "gloo"})
+            self._groups[key] = dist.new_group(ranks=list(key), **{**kwargs, "backend": dist.get_backend()})
         return self._groups[key]
 
 
 _GROUPS = _SharedGroups()
 
 
-def _torch_overlay() -> _Overlay:
+def _torch_overlay(device: torch.device) -> _Overlay:
     stream = _Synchronous()
     cuda = {
-        "current_device": lambda: _CPU,
+        "current_device": lambda: device,
         "synchronize": lambda *_, **__: None,
         "empty_cache": lambda: None,
         "Stream": _Synchronous,
@@ -138,7 +138,7 @@ def _torch_overlay() -> _Overlay:
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
         "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
     }
-    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    factories = {name: _elsewhere(getattr(torch, name), device) for name in _FACTORIES}
     return _Overlay(torch, {"cuda": _Overlay(torch.cuda, cuda), **factories})
 
 
@@ -150,7 +150,7 @@ def cuda_type_names(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
     """
     on_cpu = [parameter for parameter in parameters if not parameter.is_cuda]
     for parameter in on_cpu:
-        name = str(parameter.type()).replace("torch.", "torch.cuda.", 1)
+        name = "torch.cuda." + str(parameter.type()).rpartition(".")[2]
         parameter.type = functools.partial(str, name)  # type: ignore[method-assign, assignment]
     try:
         yield
@@ -180,15 +180,18 @@ def _as_numpy_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def install_cpu_compatibility() -> None:
+def install_cpu_compatibility(device: torch.device = _CPU) -> None:
     """Prepare megatron's loaded modules for a CPU; no-op with CUDA. Can be called again.
 
     Call it before any of megatron's objects is built.
+
+    Args:
+        device: Stands in for the GPU; "meta" checks the steps of a GPU's learner without memory or arithmetic.
     """
     check_megatron_version()
     if torch.cuda.is_available():
         return
-    overlay = _torch_overlay()
+    overlay = _torch_overlay(device)
     uneven = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
     of_module = {
         mappings.__name__: _Overlay(overlay, {"distributed": _Overlay(dist, uneven)}),

@@ -6,6 +6,8 @@ from typing import Literal
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from rl_core.errors import SettingsError
+from rl_distill.megatron.attention.varlen import has_cpu_kernels, has_gpu_kernels
 from rl_distill.options import KernelChoice
 
 
@@ -30,22 +32,38 @@ class Kernels:
 PLAIN = Kernels()
 
 
-def chosen_kernels(wanted: KernelChoice, *, device: torch.device, dtype: torch.dtype) -> Kernels:
+def chosen_kernels(wanted: KernelChoice, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels:
     """What computes on a device: see `rl_distill.options.LearnerOptions.kernels`.
 
     Args:
         wanted: The option.
         device: Where the model is.
         dtype: Of its parameters.
+        head_dim: Channels of its attention's heads.
+
+    Raises:
+        SettingsError: A CPU has no kernels for what is wanted.
     """
     if wanted == "plain" or (wanted == "auto" and device.type == "cpu"):
         return PLAIN
     return Kernels(
-        attention="buckets" if dtype == torch.float32 and device.type != "cpu" else "varlen",
+        attention=_attention(device=device, dtype=dtype, head_dim=head_dim),
         experts="grouped",
         is_fused=True,
         layers="transformer_engine" if wanted == "transformer_engine" else "torch",
     )
+
+
+def _attention(*, device: torch.device, dtype: torch.dtype, head_dim: int) -> Literal["buckets", "varlen"]:
+    """Flash attention where there are kernels of it."""
+    if device.type != "cpu":
+        return "varlen" if has_gpu_kernels(device, dtype=dtype, head_dim=head_dim) else "buckets"
+    if not has_cpu_kernels():
+        raise SettingsError(
+            'kernels must be "plain" or "auto" on a CPU, for which torch has no flash attention; found what GPUs take. '
+            "A test of it calls rl_distill.testing.install_cpu_kernels() first, in every process with a rank."
+        )
+    return "varlen"
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Mixtures of experts: megatron's layer and dispatcher, with a router that can replay choices.
+"""Mixtures of experts: megatron's layer, with a router that can replay choices.
 
 The router is Qwen3-MoE's, a softmax over all experts in float32 and the largest few, or GLM's, sigmoids and the largest
 few of the best groups by these and a bias; either way divided by their sum where the policy says so. No token is
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from rl_distill.architecture.mixture_config import SigmoidRouting
 from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.megatron.dispatcher import LocalDispatcher
 from rl_distill.megatron.experts import Experts
 
 _DISPATCHER = {"moe_token_dispatcher_type": "alltoall"}
@@ -59,13 +61,29 @@ def _sigmoid_settings(sigmoid: SigmoidRouting | None) -> dict[str, Any]:
     }
 
 
-def mixture_spec(expert: MLPSubmodules) -> ModuleSpec:
-    """A layer's mixture of experts."""
-    experts = ModuleSpec(module=Experts, submodules=expert)
-    shared = ModuleSpec(module=SharedExpertMLP, submodules=expert)
-    return ModuleSpec(
-        module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=ReplayRouter)
+def mixture_spec(shared: MLPSubmodules) -> ModuleSpec:
+    """A layer's mixture of experts.
+
+    Args:
+        shared: Parts of its shared experts, where the policy has some.
+    """
+    submodules = MoESubmodules(
+        experts=ModuleSpec(module=Experts),
+        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
+        router=ReplayRouter,
     )
+    return ModuleSpec(module=Mixture, submodules=submodules)
+
+
+class Mixture(MoELayer):  # type: ignore[misc]
+    """megatron's layer; tokens whose experts are all on this rank go through a dispatcher of ours."""
+
+    def __init__(self, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+        """As megatron's."""
+        groups = get_default_pg_collection() if pg_collection is None else pg_collection
+        super().__init__(*args, pg_collection=groups, **kwargs)
+        if groups.ep.size() == 1:
+            self.token_dispatcher = LocalDispatcher(self.config, pg_collection=groups)
 
 
 class SigmoidScores(NamedTuple):

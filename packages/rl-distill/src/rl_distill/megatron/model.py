@@ -112,7 +112,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             vp_stage=virtual_stage,
         )
         self._num_tokens_known = policy.vocab_size
-        if lora.rank and self.pre_process:
+        if lora.rank and self.pre_process and config.recompute_granularity is not None:
             self.embedding.register_forward_hook(_with_gradient)
         self.value_head: torch.nn.Linear | None = None
         if self.post_process and head == "value":

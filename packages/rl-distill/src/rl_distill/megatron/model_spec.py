@@ -1,6 +1,7 @@
 """megatron's configuration and layers for a Hugging Face policy, without Transformer Engine."""
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from rl_distill.megatron.kernels import PLAIN, Kernels, PolicyTransformerConfig
 from rl_distill.megatron.lora import with_adapter
 from rl_distill.megatron.mixture import mixture_settings, mixture_spec
 from rl_distill.megatron.norm import RMSNorm
+from rl_distill.megatron.recompute import forget_between
 from rl_distill.megatron.swiglu import SwiGLU
 from rl_distill.options import LoraOptions, ParallelOptions
 
@@ -43,6 +45,8 @@ _WITHOUT_FUSIONS = dict.fromkeys(
     False,
 )
 """Kernels of Transformer Engine, apex or CUDA alone."""
+
+_FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 class _Keep(torch.autograd.Function):
@@ -73,6 +77,23 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
         """
         super().__init__(*args, **kwargs)
         self.is_last = is_last
+        self.recomputes_mlp = False
+        if self.config.recompute_granularity == "selective":
+            self._recompute(self.config.recompute_modules)
+
+    def _recompute(self, modules: Collection[str]) -> None:
+        """Take over from megatron all but its core attention.
+
+        Its mixture would choose again without the experts that are given, its norms ask Transformer Engine.
+        """
+        self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = self.recompute_mlp = False
+        if self.is_moe_layer:
+            self.mlp.moe_layer_recompute = False
+        self.recomputes_mlp = ("moe" if self.is_moe_layer else "mlp") in modules
+        if "layernorm" in modules:
+            forget_between(self.input_layernorm, self.self_attention)
+            if not self.recomputes_mlp:  # which makes its norm again
+                forget_between(self.pre_mlp_layernorm, self.mlp)
 
     def forward(self, *args: Any, packed_seq_params: PackedLayout, **kwargs: Any) -> tuple[Tensor, Any]:
         """As megatron's layer, [T, 1, hidden] to [T, 1, hidden]."""
@@ -80,14 +101,18 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
         kept = packed_seq_params.kept if self.is_last else None
         if kept is not None:
             hidden = _Keep.apply(hidden, kept)  # type: ignore[no-untyped-call]
-        if not self.is_moe_layer:
-            return self._forward_mlp(hidden), context
-        experts = self._experts(packed_seq_params, kept, num_tokens=hidden.shape[0])
-        with self.mlp.router.replaying(experts):
-            hidden = self._forward_mlp(hidden)
+        experts = self._experts(packed_seq_params, kept, num_tokens=hidden.shape[0]) if self.is_moe_layer else None
+        compute = partial(self._forward_experts, experts=experts) if self.is_moe_layer else self._forward_mlp
+        is_again = self.recomputes_mlp and self.training
+        hidden = tensor_parallel.checkpoint(compute, False, hidden) if is_again else compute(hidden)
         if experts is not None:
             self._count_rows(packed_seq_params, experts)
         return hidden, context
+
+    def _forward_experts(self, hidden: Tensor, *, experts: Tensor | None) -> Tensor:
+        """Norm, mixture of experts and sum; tokens take the experts that are given, also when it is computed again."""
+        with self.mlp.router.replaying(experts):
+            return self._forward_mlp(hidden)  # type: ignore[no-any-return]
 
     def _experts(self, layout: PackedLayout, kept: Tensor | None, *, num_tokens: int) -> Tensor | None:
         """[num_tokens, top_k] experts that this layer's tokens must take."""
@@ -107,7 +132,7 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
         is_given = (experts >= 0).all(-1)
         if layout.kept is not None and self.config.sequence_parallel and self.layer_number == self.config.num_layers:
             is_kept = torch.zeros(len(experts) * self.tp_group.size(), dtype=torch.bool, device=experts.device)
-            is_kept[layout.kept] = True  # what other layouts compute; here the head leaves the rest out
+            is_kept.index_fill_(0, layout.kept, True)  # what other layouts compute; here the head leaves the rest out
             is_given = is_given & is_kept.narrow(0, self.tp_group.rank() * len(experts), len(experts))
         rerouted = is_given & self.mlp.router.rerouted
         layout.routed[self.layer_number - 1] = torch.stack([is_given.sum(), rerouted.sum()])
@@ -120,6 +145,7 @@ def transformer_config(
     init_method: Callable[[Tensor], object] | None,
     parallel: ParallelOptions = ParallelOptions(),  # noqa: B008 - frozen
     recompute: bool = False,
+    recompute_modules: Collection[str] = (),
     kernels: Kernels = PLAIN,
 ) -> PolicyTransformerConfig:
     """megatron's configuration of a policy.
@@ -130,6 +156,7 @@ def transformer_config(
         init_method: Fills a weight; None draws from a normal distribution with the policy's deviation.
         parallel: How the policy is spread over ranks.
         recompute: Make each layer's activations again in the backward pass.
+        recompute_modules: Make those of these parts of a layer again, where the whole layer's are not.
         kernels: What computes.
     """
     return PolicyTransformerConfig(
@@ -160,17 +187,15 @@ def transformer_config(
         perform_initialization=True,
         cuda_graph_scope=[],
         calculate_per_token_loss=True,
-        **_recompute(is_on=recompute),
+        **(_FULL_RECOMPUTE if recompute else _selective_recompute(recompute_modules)),
         **_sizes(parallel, dtype),
         **mixture_settings(policy),
         **_WITHOUT_FUSIONS,
     )
 
 
-def _recompute(*, is_on: bool) -> dict[str, Any]:
-    if not is_on:
-        return {}
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+def _selective_recompute(modules: Collection[str]) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)} if modules else {}
 
 
 def _sizes(parallel: ParallelOptions, dtype: torch.dtype) -> dict[str, Any]:

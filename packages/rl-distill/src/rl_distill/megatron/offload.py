@@ -3,7 +3,8 @@
 Every tensor that looks into a storage stays what it is; only the storage is empty meanwhile.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -45,6 +46,28 @@ class Offloaded:
             storage.resize_(size)
             _bytes_of(storage).zero_()
         self._kept, self._dropped = [], []
+
+
+class Hosted:
+    """Tensors that are in the host's memory, and on their device only while something works with them."""
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """Move them to the host.
+
+        Args:
+            tensors: Gives those that there are; asked for each time that they leave the device.
+        """
+        self._tensors = tensors
+        self._offloaded = Offloaded(tensors(), [])
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Inside the context they are where they came from."""
+        self._offloaded.restore()
+        try:
+            yield
+        finally:
+            self._offloaded = Offloaded(self._tensors(), [])
 
 
 def _fresh(tensor: Tensor, seen: set[int]) -> torch.UntypedStorage | None:

@@ -1,6 +1,8 @@
 """megatron's Adam: clipping, learning rate, and its state by parameter, shared over ranks or not."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rl_distill.megatron.cpu import cuda_type_names
+from rl_distill.megatron.offload import Hosted
 from rl_distill.megatron.parallel import group_of_copies
 from rl_distill.options import LearnerOptions
 from rl_distill.stepping import clip_scale
@@ -47,6 +50,7 @@ class MegatronAdam:
             is_distributed: Share state and float32 weights over the data-parallel ranks.
         """
         self._clip_grad = options.clip_grad
+        self._device = next(chunks[0].parameters()).device
         is_bf16 = options.dtype == "bfloat16"
         config = OptimizerConfig(
             optimizer="adam",
@@ -68,6 +72,7 @@ class MegatronAdam:
                 group["weight_decay"] = options.weight_decay * group["wd_mult"]
                 if isinstance(inner, torch.optim.AdamW):
                     group["fused"] = True  # one pass over memory for each parameter, on CPU and GPU
+        self._hosted: Hosted | None = None
         self._mains = self._find_mains([p for chunk in chunks for p in chunk.parameters() if p.requires_grad])
 
     def zero_grad(self) -> None:
@@ -77,7 +82,16 @@ class MegatronAdam:
     def grad_norm(self) -> float:
         """Global norm of the summed gradients; makes them ready for `step`."""
         self._optimizer.prepare_grads()
-        return float(self._optimizer.get_grad_norm())
+        return math.sqrt(sum(torch.stack([self._squared_norm(part) for part in self._parts()]).tolist()))
+
+    @torch.no_grad()
+    def _squared_norm(self, part: Any) -> Tensor:
+        """Of the gradients of one of megatron's optimizers, over ranks; its own waits for a GPU at every parameter."""
+        grads = part.get_main_grads_for_grad_norm()
+        norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
+        squared: Tensor = torch.stack(list(norms)).norm().square()
+        dist.all_reduce(squared, group=part.get_grad_stats_parallel_group())
+        return squared
 
     def step(self, grad_norm: float, *, learning_rate: float) -> None:
         """Clip and update.
@@ -93,10 +107,20 @@ class MegatronAdam:
         if scale < 1.0:  # megatron's own clipping insists on CUDA tensors
             grads = [p.grad for inner in self.inner() for group in inner.param_groups for p in group["params"]]
             torch._foreach_mul_([grad for grad in grads if grad is not None], scale)
-        self._optimizer.step_with_ready_grads()
+        with self.on_device():
+            self._optimizer.step_with_ready_grads()
+
+    def keep_on_host(self) -> None:
+        """From now on, keep moments and float32 weights in the host's memory but during `step` and `on_device`."""
+        if self._hosted is None:
+            self._hosted = Hosted(self.tensors)
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Moments and float32 weights can be read and written inside the context."""
+        return nullcontext() if self._hosted is None else self._hosted.on_device()
 
     def moments(self, parameters: Parameters, name: str) -> dict[str, Tensor]:
-        """A moment of each parameter, in its shape; zeros before the first step. Every rank calls it together."""
+        """A moment of each parameter, in its shape; zeros before the first step. Every rank calls it `on_device`."""
         out = {}
         for parameter_name, parameter in parameters.items():
             main = self._mains[parameter]

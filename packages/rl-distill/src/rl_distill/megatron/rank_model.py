@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.errors import DataError
+from rl_core.weights.broadcast import RankOffer, RankSender, SenderOptions
 from rl_distill.architecture.model_memory import RankMemory
 from rl_distill.learner import Objective
 from rl_distill.megatron.attention.rotary import rotary_frequencies
@@ -23,12 +24,12 @@ from rl_distill.megatron.lora import base_alone, drawing_by
 from rl_distill.megatron.model import Scored, Wanted
 from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.optimizer import MegatronAdam
+from rl_distill.megatron.overlap import gather_weights
 from rl_distill.megatron.parallel import Place, learner_device, shards_of_this_rank
-from rl_distill.megatron.rank_pack import PlacedPack, Sharing, padded_length, place_pack, unknown_experts
+from rl_distill.megatron.rank_pack import PlacedPack, Sharing, on_device, padded_length, place_pack, unknown_experts
 from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
 from rl_distill.megatron.rank_tensors import RankTensors, States
 from rl_distill.megatron.setup import ModelPlan, build_chunks
-from rl_distill.metric_sums import metric_totals
 from rl_distill.objectives.comparison import LOSSES, comparison_of, with_measures
 from rl_distill.packing import Pack, scored_tokens
 from rl_distill.prefixes import ROUTED_EXPERTS
@@ -38,30 +39,47 @@ from rl_distill.teacher_heads import read_heads
 
 
 class RankModel:
-    """A policy or critic on this rank; every rank calls the same methods together."""
+    """A policy or critic on this rank; every rank calls the same methods together.
 
-    def __init__(self, plan: ModelPlan) -> None:
+    Attributes:
+        plan: What was built.
+        place: Which part of the work is this rank's.
+        step: Optimizer steps done so far.
+        tensors: The weights, and what belongs to them.
+        shares_prefixes: True where its attention computes once what rows share.
+    """
+
+    def __init__(self, plan: ModelPlan, *, device: torch.device | None = None) -> None:
         """Build this rank's part.
+
+        Args:
+            plan: What to build.
+            device: Where; None for this process's GPU, or the CPU where there is none.
 
         Raises:
             DataError: A file or tensor of the policy's folder is missing or torn.
-            SettingsError: The products that were chosen cannot be computed here.
+            SettingsError: The products or kernels that were chosen cannot be computed here.
         """
         self.plan = plan
         chosen_products(plan.options.products)
         self.place = Place.of_this_rank()
         self.step = 0
-        self._device = learner_device()
+        self._device = device or learner_device()
         self._shards = shards_of_this_rank(plan.source.config, plan.parallel)
         self._chunks = build_chunks(plan, self._shards, device=self._device)
         self._adam: MegatronAdam | None = None
         self._offloaded: Offloaded | None = None
-        self._sharing = _sharing(plan, self._device)
+        has_flash = self._chunks[0].config.kernels.attention == "varlen"
+        self.shares_prefixes = has_flash or self._device.type == "cpu"
+        self._sharing = _sharing(plan, has_flash=has_flash)
         self._teacher_heads: list[Tensor] = []
         self._routed = [0, 0]
         if plan.trains:
             self._adam = MegatronAdam(self._chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
-        self.tensors = RankTensors(plan, self._chunks, self._shards, self._adam)
+            if plan.options.offload_optimizer and self._device.type != "cpu":
+                self.keep_optimizer_on_host()
+        self.tensors = RankTensors(plan, self._chunks, self._shards, self._adam, gather=lambda: self.gather_weights())
+        self.sender = RankSender(f"rank {dist.get_rank()} of the learner")
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_division
             chunk.config.grad_scale_func = None
@@ -87,19 +105,22 @@ class RankModel:
             has_hidden: Also the last hidden states, "hidden" [T, H].
             is_base: Without the adapter.
         """
-        packs = share.packs(self._device)
+        packs = share.packs()
 
-        def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[int, dict[str, NDArray[Any]]]:
+        def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[int, dict[str, Tensor]]:
             named = {"values": scores.values.float(), **scores.others}
-            return index, {name: placed.spread(values).cpu().numpy() for name, values in named.items()}
+            # Into pinned memory, while a GPU goes on with the next pack.
+            return index, {name: placed.spread(of).to("cpu", non_blocking=True) for name, of in named.items()}
 
         wanted = Wanted(temperature=temperature, top_k=top_k, has_hidden=has_hidden)
         with base_alone(self._chunks) if is_base else nullcontext():
             found = self._run(packs, evaluate, wanted=wanted, mask=None, with_gradients=False)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         if not self.place.answers:
             return None
         parts = [named for _, named in sorted(found, key=lambda pair: pair[0])]
-        return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+        return {name: torch.cat([part[name] for part in parts]).numpy() for name in (parts[0] if parts else ())}
 
     def train_step(
         self,
@@ -134,10 +155,11 @@ class RankModel:
         mask = "loss_mask" if "loss_mask" in share.batch else None
         comparison = comparison_of(objective)
         wanted = Wanted(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
-        packs = share.packs(self._device)
+        packs = share.packs()
         with self._dropping():
             self._run(packs, evaluate, wanted=wanted, mask=mask, with_gradients=True)
-        loss = _total(gathered.loss() if self.place.answers else 0.0)
+        own_loss, metrics = gathered.totals()
+        loss = _total(own_loss if self.place.answers else 0.0)
         learning_rate = learning_rate_at(self.step + 1, self.plan.options)
         grad_norm, is_applied = self._update(loss, learning_rate=learning_rate)
         routing = self._routing(packs) if ROUTED_EXPERTS in share.batch else {}
@@ -147,7 +169,7 @@ class RankModel:
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            metrics=metric_totals(gathered.metrics) | routing,
+            metrics=metrics | routing,
             broken_rows=() if is_applied else gathered.broken_rows(),
             is_applied=is_applied,
             tokens=gathered.tokens(share.batch) if with_tokens else {},
@@ -200,6 +222,7 @@ class RankModel:
         grad_norm = adam.grad_norm() if np.isfinite(loss) else float("nan")
         is_applied = bool(np.isfinite(loss) and np.isfinite(grad_norm))
         if is_applied:
+            self.sender.withdraw()
             adam.step(grad_norm, learning_rate=learning_rate)
             self.step += 1
         return grad_norm, is_applied
@@ -211,11 +234,17 @@ class RankModel:
         gradients alone.
         """
         if self._offloaded is None:
+            self.sender.withdraw()
+            self.gather_weights()
             weights, gradients, optimizer = self.tensors.kept()
             self._offloaded = Offloaded([] if self._device.type == "cpu" else [*weights, *optimizer], gradients)
             if self._device.type != "cpu":
                 torch.cuda.empty_cache()
         return self._offloaded.num_bytes
+
+    def keep_optimizer_on_host(self) -> None:
+        """From now on, keep the optimizer's state in the host's memory between its steps."""
+        self._trained().keep_on_host()
 
     def reload(self) -> None:
         """Bring back what `offload` freed."""
@@ -223,17 +252,27 @@ class RankModel:
             self._offloaded.restore()
             self._offloaded = None
 
+    def offer(self, options: SenderOptions, *, version: int) -> RankOffer:
+        """Send this rank's weights to engines that ask, until they change: see `RankSender.offer`."""
+        return self.sender.offer(self.tensors.held(), options, version=version)
+
+    def gather_weights(self) -> None:
+        """Have all weights of the last step on every rank, for whoever reads them outside a pass."""
+        gather_weights(self._chunks)
+
     def memory(self) -> RankMemory:
         """See `RankTensors.memory`."""
         return self.tensors.memory()
 
     def load_state(self, states: States, *, step: int) -> None:
         """Continue from what was read into `RankTensors.empty_state`."""
+        self.sender.withdraw()
         self.tensors.load_state(states, step=step)
         self.step = step
 
     def close(self) -> None:
         """Free the model."""
+        self.sender.close()
         self._chunks, self._adam = [], None
         del self.tensors
 
@@ -265,7 +304,8 @@ class RankModel:
             if index not in placed:
                 pack, length = packs[index], longest if is_virtual else lengths[index]
                 scored, each_row = scored_tokens(pack, mask=mask), wanted.comparison is not None
-                placed[index] = place_pack(pack, scored, self._sharing, length=length, each_row=each_row)
+                on_host = place_pack(pack, scored, self._sharing, length=length, each_row=each_row)
+                placed[index] = on_device(on_host, self._device)
             return placed[index]
 
         def forward_step(source: Iterator[int], model: torch.nn.Module) -> tuple[Any, Any]:
@@ -292,7 +332,7 @@ class RankModel:
         return found
 
 
-def _sharing(plan: ModelPlan, device: torch.device) -> Sharing:
+def _sharing(plan: ModelPlan, *, has_flash: bool) -> Sharing:
     config, parallel = plan.source.config, plan.parallel
     heads, groups = config.num_heads // parallel.tensor, config.num_key_value_heads // parallel.tensor
     has_context = parallel.context > 1
@@ -301,8 +341,8 @@ def _sharing(plan: ModelPlan, device: torch.device) -> Sharing:
         context_rank=parallel_state.get_context_parallel_rank() if has_context else 0,
         context_size=parallel.context,
         sequence_size=parallel.tensor if parallel.sequence else 1,
-        head_counts=(heads // parallel.context, max(1, groups // parallel.context)),
-        frequencies=rotary_frequencies(config).to(device),
+        head_counts=None if has_flash else (heads // parallel.context, max(1, groups // parallel.context)),
+        frequencies=rotary_frequencies(config),
     )
 
 

@@ -1,7 +1,7 @@
 """A micro-batch as one rank sees it: padded for the ranks that share its tokens, and this rank's stretch of it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,15 @@ class Sharing:
         context_rank: Which stretch.
         context_size: Number of stretches.
         sequence_size: Parts that each stretch is cut into between the matrices.
-        head_counts: Heads of queries and of keys for which this rank attends.
-        frequencies: [rotated channels / 2] of the rotary embedding, on the rank's device.
+        head_counts: Heads of queries and of keys for which this rank attends by buckets; None for flash attention.
+        frequencies: [rotated channels / 2] of the rotary embedding, in the host's memory.
     """
 
     context_group: Any
     context_rank: int
     context_size: int
     sequence_size: int
-    head_counts: Sequence[int]
+    head_counts: Sequence[int] | None
     frequencies: Tensor
 
 
@@ -156,6 +156,30 @@ def place_pack(pack: Pack, scored: Tensor, sharing: Sharing, *, length: int, eac
         given=given,
         sharing=sharing,
     )
+
+
+def on_device(placed: PlacedPack, device: torch.device) -> PlacedPack:
+    """A pack that was placed in the host's memory, where the model is; the host does not wait for a GPU."""
+    if device.type == "cpu":
+        return placed
+    if "teacher_ids" in placed.pack.micro_batch.columns:
+        _ = placed.teacher  # checks its values, which no GPU is stopped for
+    moved: PlacedPack = _moved(placed, device)
+    return replace(moved, sharing=placed.sharing)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A tensor, or a record, mapping or tuple of such, on a device."""
+    if torch.is_tensor(value):
+        value = value.pin_memory() if device.type == "cuda" else value
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: _moved(one, device) for key, one in value.items()}
+    if type(value) is tuple:
+        return tuple(_moved(one, device) for one in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: _moved(getattr(value, field.name), device) for field in fields(value)})
+    return value
 
 
 def _computed(column: Tensor, places: Tensor, forest: PrefixForest) -> Tensor:

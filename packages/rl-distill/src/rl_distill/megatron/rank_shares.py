@@ -1,6 +1,6 @@
 """A data-parallel rank's part of a batch, and what a step gave on it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,10 @@ from torch import Tensor
 
 from rl_core.data import Batch
 from rl_distill.learner import MetricSums
+from rl_distill.metric_sums import metric_totals
 from rl_distill.packing import Pack, pack_rows, unpack_trained
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +30,11 @@ class RankShare:
     sizes: tuple[int, ...]
     min_shared: int = 0
 
-    def packs(self, device: torch.device) -> list[Pack]:
-        """The micro-batches."""
+    def packs(self) -> list[Pack]:
+        """The micro-batches, in the host's memory."""
         stops = np.cumsum(self.sizes, dtype=np.int64)
         rows = [np.arange(stop - size, stop) for stop, size in zip(stops, self.sizes, strict=True)]
-        return [pack_rows(self.batch, of_pack, device=device, min_shared=self.min_shared) for of_pack in rows]
+        return [pack_rows(self.batch, of_pack, device=_HOST, min_shared=self.min_shared) for of_pack in rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +86,13 @@ class Gathered:
         self.values.append((pack, values.detach()))
         self.scored.append({name: of.detach() for name, of in scored.items()})
 
-    def loss(self) -> float:
-        """Their sum."""
-        return sum(float(loss) for loss in self.losses)
+    def totals(self) -> tuple[float, dict[str, tuple[float, float]]]:
+        """The loss, and (weighted sum, weight) of each metric; a GPU is waited for once."""
+        pairs = [pair for of_pack in self.metrics for pair in of_pack.values()]
+        numbers = iter(_numbers([*self.losses, *(number for pair in pairs for number in pair)]))
+        loss = sum(next(numbers) for _ in self.losses)
+        totals = [{name: (next(numbers), next(numbers)) for name in of_pack} for of_pack in self.metrics]
+        return loss, metric_totals(totals)
 
     def tokens(self, batch: Batch) -> dict[str, NDArray[np.float32]]:
         """What was scored, in the order of the share's rows."""
@@ -95,6 +102,16 @@ class Gathered:
     def broken_rows(self) -> tuple[int, ...]:
         """Rows in which something is not finite."""
         return tuple(int(row) for pack, values in self.values for row in pack.rows[_broken(pack, values)])
+
+
+@torch.no_grad()
+def _numbers(scalars: Sequence[Tensor]) -> list[float]:
+    """Scalars of a device, and those that an objective made elsewhere, in one transfer."""
+    if not scalars:
+        return []
+    device = scalars[0].device
+    together = torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device) for one in scalars])
+    return [float(number) for number in together.tolist()]
 
 
 def _broken(pack: Pack, values: Tensor) -> NDArray[np.bool_]:

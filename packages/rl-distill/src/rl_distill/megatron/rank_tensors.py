@@ -1,15 +1,18 @@
 """A rank's tensors by Hugging Face name: those that it exports, those that a checkpoint has, and what they take."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX
+from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Rectangle
+from rl_core.weights.broadcast import HeldRectangle
 from rl_distill.architecture.model_memory import RankMemory
+from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.torch_dist import Piece
 from rl_distill.megatron.convert import Block, Shard
 from rl_distill.megatron.lora import PARAMETER
@@ -28,7 +31,13 @@ class RankTensors:
     """The tensors of a rank's model chunks and of their optimizer; every rank calls the same methods together."""
 
     def __init__(
-        self, plan: ModelPlan, chunks: Sequence[Any], shards: Sequence[Shard], adam: MegatronAdam | None
+        self,
+        plan: ModelPlan,
+        chunks: Sequence[Any],
+        shards: Sequence[Shard],
+        adam: MegatronAdam | None,
+        *,
+        gather: Callable[[], None],
     ) -> None:
         """Take what was built.
 
@@ -37,8 +46,10 @@ class RankTensors:
             chunks: The rank's.
             shards: One for each chunk.
             adam: Their optimizer; None where nothing trains.
+            gather: Has every weight of the last step on this rank.
         """
         self._plan, self._chunks, self._shards, self._adam = plan, chunks, shards, adam
+        self._gather = gather
 
     def memory(self) -> RankMemory:
         """What the model keeps between calls, as `rank_memory` foretells it."""
@@ -77,8 +88,29 @@ class RankTensors:
         added = {block.name: block for block in adapter} if what == "weights" else {}
         return [_piece(block, _merged(block, added, scaling)) for block in self._own(self._blocks(self._base()))]
 
+    def held(self) -> list[HeldRectangle]:
+        """What this rank gives out of the weights, an adapter merged into them, in the order of the tensors.
+
+        Each is read when it is asked for, where it is: until then it is as the weights are.
+        """
+        adapter, scaling = self._blocks(self._adapter()), self._plan.lora.scaling if self._plan.lora.rank else 1.0
+        added = {block.name: block for block in adapter}
+        places = {name: place for place, name in enumerate(tensor_shapes(self._plan.source.config))}
+        return [
+            HeldRectangle(
+                rectangle=Rectangle(block.name, block.offsets, block.sizes),
+                shape=block.shape,
+                read=partial(_merged, block, added, scaling),
+            )
+            for block in sorted(self._own(self._blocks(self._base())), key=lambda one: (places[one.name], one.offsets))
+        ]
+
     def state_pieces(self) -> list[Piece]:
         """Copies of this rank's part of what a checkpoint has: float32 weights and Adam's moments, or an adapter's."""
+        with self._trained().on_device():
+            return self._state_pieces()
+
+    def _state_pieces(self) -> list[Piece]:
         adam, parameters = self._trained(), self._parameters()
         states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in ("exp_avg", "exp_avg_sq")}
         masters = [adam.master_weights(chunk) for chunk in parameters]
@@ -103,7 +135,7 @@ class RankTensors:
         """Continue from what was read into `empty_state`."""
         adam = self._trained()
         is_bf16 = self._plan.dtype != torch.float32
-        with torch.no_grad():
+        with torch.no_grad(), adam.on_device():
             for index, parameters in enumerate(self._parameters()):
                 weights = states["weights"][index]
                 for name, live in self._saved()[index].items():
@@ -142,6 +174,7 @@ class RankTensors:
         return self._adapter() if self._plan.lora.rank else self._base()
 
     def _named(self) -> list[Parameters]:
+        self._gather()
         return [
             {name.removeprefix("module.").removeprefix("module."): p for name, p in chunk.named_parameters()}
             for chunk in self._chunks

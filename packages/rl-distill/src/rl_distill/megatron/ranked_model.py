@@ -14,6 +14,8 @@ from torch import Tensor
 from rl_core.data import Batch, Ragged, token_positions
 from rl_core.errors import CheckpointError
 from rl_core.record_fields import converts_arguments
+from rl_core.weights import WeightUpdate
+from rl_core.weights.broadcast import SenderOptions, join_offers
 from rl_distill.architecture.lora_targets import adapted_modules
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter
@@ -34,7 +36,7 @@ from rl_distill.megatron.setup import ModelPlan
 from rl_distill.metric_sums import metric_values
 from rl_distill.options import LoraOptions, ParallelOptions
 from rl_distill.packing import Rows, plan_batch
-from rl_distill.parallel_layout import check_layout
+from rl_distill.parallel_layout import check_layout, check_learner
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products
 from rl_distill.stepping import check_open, check_temperature, check_trainable, open_policy
@@ -85,6 +87,8 @@ class RankedModel:
         self._source = open_policy(policy, is_critic=self.head == "value")
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config)
+        if self.trains:
+            check_learner(options, parallel, self._source.config)
         adapted_modules(self._source.config, self._lora)
         self._name = name or self.kind
         self._owns_ranks = ranks is None
@@ -99,7 +103,9 @@ class RankedModel:
             trains=self.trains,
             lora=self._lora,
         )
-        self._num_parameters: int = sum(self._ranks.call_all("build", self._name, plan))
+        built: list[tuple[int, bool]] = self._ranks.call_all("build", self._name, plan)
+        self._num_parameters = sum(num_parameters for num_parameters, _ in built)
+        self._min_shared = options.shared_prefix_tokens if all(shares for _, shares in built) else 0
         self.step = 0
         self._is_open = True
 
@@ -183,11 +189,6 @@ class RankedModel:
         ]
         return shares, rows
 
-    @property
-    def _min_shared(self) -> int:
-        """Of the options; 0 on GPUs, whose attention computes each row on its own."""
-        return 0 if self._ranks.places[0].has_gpu else self._options.shared_prefix_tokens
-
     def _call_shares(self, method: str, shares: Sequence[RankShare], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of the model with each rank's share; gives the answers in the order of the shares."""
         calls = [(self._name, method, (shares[place.data], *args), kwargs) for place in self._ranks.places]
@@ -222,6 +223,25 @@ class TrainedModel(RankedModel):
         Those of ranks in other processes are copies on the CPU.
         """
         return self._export("weights", self._shapes())
+
+    def offer_weights(self, options: SenderOptions, *, version: int) -> WeightUpdate:
+        """Have every rank send what it holds to engines that ask, until the weights change.
+
+        Args:
+            options: How; a rank on a GPU sends by NCCL, and all share the bytes of a bucket.
+            version: What they are called.
+
+        Raises:
+            WeightProofError: What the ranks hold does not make up a tensor; the message names it.
+        """
+        check_open(self._is_open)
+        offers = self._ranks.call_all("offer", self._name, options, version=version)
+        return join_offers(offers, self._shapes(), version=version, tied=self.tied)
+
+    def expect_engines(self, num_receivers: int) -> None:
+        """Change how many engines the ranks expect; for any thread."""
+        check_open(self._is_open)
+        self._ranks.expect_engines(self._name, num_receivers)
 
     def _export(self, what: Exported, names: Iterable[str]) -> dict[str, Tensor]:
         """Whole tensors in the order of their names, from what the ranks have of them."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
@@ -17,11 +17,13 @@ from rl_distill.architecture.lora_targets import adapted_modules
 from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.checkpoints.peft_folder import read_adapter
+from rl_distill.megatron.attention.varlen import use_newest_kernels
 from rl_distill.megatron.convert import Block, Shard, blocks_of, whole_block
-from rl_distill.megatron.kernels import chosen_kernels
+from rl_distill.megatron.kernels import PolicyTransformerConfig, chosen_kernels
 from rl_distill.megatron.lora import PARAMETER
 from rl_distill.megatron.model import Head, PolicyModel
 from rl_distill.megatron.model_spec import transformer_config
+from rl_distill.megatron.overlap import connect_schedule, data_parallelism
 from rl_distill.megatron.parallel import undisturbed_random_numbers
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 
@@ -68,15 +70,9 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
 
     Raises:
         DataError: A file or tensor is missing, torn or of another shape.
+        SettingsError: There are no such kernels here.
     """
-    config = transformer_config(
-        plan.source.config,
-        dtype=plan.dtype,
-        init_method=_keep,
-        parallel=plan.parallel,
-        recompute=plan.options.recompute == "full" and plan.trains,
-        kernels=chosen_kernels(plan.options.kernels, device=device, dtype=plan.dtype),
-    )
+    config = _configuration(plan, device=device)
     is_virtual = len(shards) > 1
     chunks = []
     for index, shard in enumerate(shards):
@@ -99,14 +95,30 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
         chunks.append(model)
     if not plan.trains:
         return [chunk.requires_grad_(False) for chunk in chunks]
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
-        use_distributed_optimizer=plan.parallel.distributed_optimizer,
-    )
-    return [
+    ddp = data_parallelism(plan.options, plan.parallel, chunks)
+    wrapped = [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)
     ]
+    connect_schedule(wrapped)
+    return wrapped
+
+
+def _configuration(plan: ModelPlan, *, device: torch.device) -> PolicyTransformerConfig:
+    options, head_dim = plan.options, plan.source.config.head_dim
+    kernels = chosen_kernels(options.kernels, device=device, dtype=plan.dtype, head_dim=head_dim)
+    if kernels.attention == "varlen" and device.type == "cuda":
+        use_newest_kernels(device, dtype=plan.dtype, head_dim=head_dim)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "If you are using transformer_engine")  # about core_attn, without it
+        return transformer_config(
+            plan.source.config,
+            dtype=plan.dtype,
+            init_method=_keep,
+            parallel=plan.parallel,
+            recompute=options.recompute == "full" and plan.trains,
+            recompute_modules=options.recompute_modules if options.recompute == "selective" and plan.trains else (),
+            kernels=kernels,
+        )
 
 
 def fill_weights(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:

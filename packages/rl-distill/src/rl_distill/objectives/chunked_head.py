@@ -82,14 +82,27 @@ class _ChunkedHead(torch.autograd.Function):
         if ctx.grads is None:
             raise NotReadyError("the chunked head gives its gradients once; call it again for another backward pass.")
         made, ctx.grads = ctx.grads, None
-        if len(grad) and not bool((grad == grad[0]).all()):
-            raise ShapeError(
-                "the chunked head gives losses that are weighted already: sum them, times one number at most. Give the "
-                "weights of tokens as `weights`."
-            )
-        factor = float(grad[0]) if len(grad) else 1.0
-        of_hidden, of_weight = (one if one is None or factor == 1.0 else one.mul_(factor) for one in made)
+        factor = _common_factor(grad)
+        of_hidden, of_weight = (one if one is None or factor is None else one.mul_(factor) for one in made)
         return of_hidden, of_weight, None
+
+
+def _common_factor(grad: Tensor) -> Tensor | None:
+    """What all losses are multiplied by; None for 1.
+
+    Where a GPU would have to be waited for, several factors give NaN, with which no step is applied.
+    """
+    if not len(grad):
+        return None
+    is_common = (grad == grad[0]).all()
+    if grad.device.type != "cpu":
+        return torch.where(is_common, grad[0], torch.nan)
+    if not bool(is_common):
+        raise ShapeError(
+            "the chunked head gives losses that are weighted already: sum them, times one number at most. Give the "
+            "weights of tokens as `weights`."
+        )
+    return None if float(grad[0]) == 1.0 else grad[0]
 
 
 def _added(total: Tensor | None, left: Tensor, right: Tensor, *, dtype: torch.dtype) -> Tensor:

@@ -147,7 +147,7 @@ def teacher_tokens(micro: MicroBatch, tokens: Tensor | None = None) -> TeacherTo
 
 
 def check_sampled_tokens(ids: Tensor, sampled: Tensor, is_scored: Tensor) -> None:
-    """Refuse what a teacher says of other tokens than those that were sampled.
+    """Refuse what a teacher says of other tokens than those that were sampled; a GPU is not stopped to look.
 
     Args:
         ids: [M] the tokens that its first column names.
@@ -158,7 +158,7 @@ def check_sampled_tokens(ids: Tensor, sampled: Tensor, is_scored: Tensor) -> Non
         DataError: They differ.
     """
     is_wrong = (ids != sampled) & is_scored
-    if bool(is_wrong.any()):
+    if ids.device.type == "cpu" and bool(is_wrong.any()):
         at = int(is_wrong.nonzero()[0])
         raise DataError(
             f"the first column of a teacher's ids must be the sampled token, with the K likeliest behind it; found id "

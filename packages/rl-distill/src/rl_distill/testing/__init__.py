@@ -1,4 +1,4 @@
-"""Conformance kit: what every objective must fulfil, for tests of a user's own; see docs/guides/objectives.md.
+"""For a user's tests: what every objective must fulfil (docs/guides/objectives.md), and a GPU's kernels on a CPU.
 
 from rl_distill.testing import check_policy_loss
 
@@ -7,6 +7,7 @@ def test_my_loss():
 """
 
 from rl_distill.testing.advantages import check_advantage, example_rows
+from rl_distill.testing.cpu_kernels import install_cpu_kernels
 from rl_distill.testing.examples import ExampleBatch, example_batch
 from rl_distill.testing.policy import check_objective, check_policy_loss
 from rl_distill.testing.results import ConformanceError
@@ -21,4 +22,5 @@ __all__ = [
     "check_value_loss",
     "example_batch",
     "example_rows",
+    "install_cpu_kernels",
 ]

@@ -1,4 +1,4 @@
-"""Where each token of a pack goes in attention: buckets of trajectories of nearly equal length."""
+"""Where each token of a pack goes in attention: buckets of segments of nearly equal length, or flash blocks."""
 
 import math
 from collections.abc import Sequence
@@ -9,6 +9,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
+
+from rl_distill.megatron.attention.varlen import Block, Span, plan_blocks
 
 PACKED_FORMAT = "packed"
 """Not megatron's "thd", whose rotary embedding loops over the sequences in Python."""
@@ -51,8 +53,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
             gave none at all. T counts this rank's tokens, layers all of the policy.
         routed: [layers, 2] int64, written by this rank's layers: tokens that took given experts, and those of them for
             which the router would have chosen others.
-        spans: Of each segment that others go on from: its first token, the first of what goes on from it, and the
-            end of that.
+        spans: Of the segments that others go on from, beside the buckets.
+        blocks: Calls of flash attention in the place of buckets, heads and spans; () where these have the pack.
     """
 
     buckets: tuple[tuple[int, int], ...] = ()
@@ -62,7 +64,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
     kept: Tensor | None = None
     experts: Tensor | None = None
     routed: Tensor | None = None
-    spans: tuple[tuple[int, int, int], ...] = ()
+    spans: tuple[Span, ...] = ()
+    blocks: tuple[Block, ...] = ()
 
 
 def causal_mask(length: int, *, repeats: int, like: Tensor) -> Tensor:
@@ -127,8 +130,8 @@ def packed_layout(
     offsets: NDArray[np.int64],
     *,
     frequencies: Tensor,
-    head_counts: Sequence[int],
-    spans: tuple[tuple[int, int, int], ...] = (),
+    head_counts: Sequence[int] | None,
+    spans: tuple[Span, ...] = (),
 ) -> PackedLayout:
     """Lay out a pack.
 
@@ -136,13 +139,16 @@ def packed_layout(
         position_ids: [T] int64.
         offsets: [S + 1] int64 of the segments; every one has at least one token.
         frequencies: [rotated channels / 2] float32 of the rotary embedding; see `rotary_frequencies`.
-        head_counts: Numbers of heads (of queries, of keys) on this rank.
+        head_counts: Numbers of heads (of queries, of keys) on this rank, for buckets; None for flash attention.
         spans: Of the segments' forest.
     """
-    buckets = plan_buckets(np.diff(offsets))
-    places = _token_places(offsets, buckets)
     cos, sin = rotary_tables(position_ids, frequencies=frequencies)
     device = position_ids.device
+    if head_counts is None:
+        blocks = plan_blocks(offsets, spans, device=device)
+        return PackedLayout(qkv_format=PACKED_FORMAT, cos=cos, sin=sin, blocks=blocks)
+    buckets = plan_buckets(np.diff(offsets))
+    places = _token_places(offsets, buckets)
     heads = {
         count: _head_index(places, num_tokens=int(offsets[-1]), num_heads=count, device=device)
         for count in set(head_counts)

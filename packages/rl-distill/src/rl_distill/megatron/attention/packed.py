@@ -1,6 +1,6 @@
-"""Core attention over a pack: rotary embedding, then one call for each bucket of segments.
+"""Core attention over a pack: rotary embedding, then flash attention, or one call for each bucket of segments.
 
-Segments are whole trajectories where none begins as another does; else `prefix_attention` has the rest. A padded
+Segments are whole trajectories where none begins as another does; else `prefix_attention` has the buckets. A padded
 place stands after its segment's tokens, so that the causal mask alone keeps it out of their attention, and nothing
 comes back from it.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from rl_core.errors import ShapeError
 from rl_distill.megatron.attention.buckets import PACKED_FORMAT, HeadIndex, PackedLayout, causal_mask
 from rl_distill.megatron.attention.prefixes import prefix_attention
+from rl_distill.megatron.attention.varlen import varlen_attention
 from rl_distill.megatron.context import heads_to_tokens, tokens_to_heads
 
 _MATMUL_LENGTH = 192
@@ -210,7 +211,9 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         num_heads = query.shape[2]
         q, k = (_Rotary.apply(x, cos, sin).squeeze(1) for x in (query, key))  # type: ignore[no-untyped-call]
         qkv = [self._for_own_heads(x, num_heads) for x in (q, k, value.squeeze(1))]
-        if layout.spans:
+        if layout.blocks:
+            out = varlen_attention(qkv, layout.blocks, scale=self.scale)
+        elif layout.spans:
             out = prefix_attention((qkv[0], qkv[1], qkv[2]), layout, scale=self.scale, matmul_length=_MATMUL_LENGTH)
         else:
             out = self._attend_separately(qkv, layout)

@@ -32,7 +32,8 @@ def lora_problems(options: VLLMOptions, shapes: Shapes) -> Iterator[str]:
         shapes: The model's tensors.
     """
     if not 0 <= options.max_lora_rank <= LORA_RANKS[-1]:
-        yield f"max_lora_rank must be from 0 to {LORA_RANKS[-1]}; found {options.max_lora_rank}."
+        largest = LORA_RANKS[-1]
+        yield f"max_lora_rank, in a run lora.rank, must be from 0 to {largest}; found {options.max_lora_rank}."
     known = _linear_names(shapes)
     if unknown := sorted(set(options.lora_target_modules) - known):
         reason = " Of a mixture, adapters of the attention alone are served." if _is_mixture(shapes) else ""

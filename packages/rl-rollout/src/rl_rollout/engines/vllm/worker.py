@@ -19,10 +19,11 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from rl_core.data import ExpertArray
-from rl_core.weights import Broadcast, ChecksumKind, PassingChecksums, sums_and_probes
+from rl_core.weights import ChecksumKind, PassingChecksums, digest_tensors
+from rl_core.weights.broadcast import JoinedSource, ReceivePlan
 from rl_rollout.engines.vllm.adapter_products import multiply_at_once
 from rl_rollout.engines.vllm.adapter_slot import AdapterSlot
-from rl_rollout.engines.vllm.broadcast import ReceiveRequest, receive_all, receive_tensors
+from rl_rollout.engines.vllm.broadcast import receive_all, receive_tensors
 from rl_rollout.engines.vllm.expert_capture import ExpertStore, KeptRows
 from rl_rollout.engines.vllm.live_weights import LiveParts, live_parts
 from rl_rollout.engines.vllm.mixtures import before_reload, keep_cpu_experts, loader_names, noted
@@ -69,9 +70,9 @@ class WorkerExtension:
             return sums.result()
 
     @torch.inference_mode()
-    def receive_all_weights(self, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, str]:
-        """As `replace_all_weights`, of tensors that a sender broadcasts; see `receive_all`."""
-        arrived = receive_all(self, meeting, engine, request)
+    def receive_all_weights(self, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, str]:
+        """As `replace_all_weights`, of tensors that come over the network; see `receive_all`."""
+        arrived = receive_all(self, sources, plan)
         repack_output_head(self.model_runner.get_model())
         self._drop_adapter()
         return arrived
@@ -90,9 +91,9 @@ class WorkerExtension:
             return self._slot.replace(dict(tensors), version)
 
     @torch.inference_mode()
-    def receive_adapter(self, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, str]:
-        """As `replace_adapter`, of tensors that a sender broadcasts."""
-        return self._slot.replace(receive_tensors(self, meeting, engine, request), request.version)
+    def receive_adapter(self, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, str]:
+        """As `replace_adapter`, of tensors that come over the network."""
+        return self._slot.replace(receive_tensors(self, sources, plan), plan.version)
 
     def follow_adapter(self, loras: Mapping[str, Any]) -> None:
         """See `AdapterSlot.follow`."""
@@ -148,7 +149,7 @@ class WorkerExtension:
 
     def _buffer_checksums(self) -> dict[str, str]:
         buffers = dict(self.model_runner.get_model().named_buffers())
-        return sums_and_probes(buffers, {}, kinds=dict.fromkeys(buffers, "sums"))[0]
+        return {name: digest.checksum for name, digest in digest_tensors(buffers, kind="sums").items()}
 
     def unlink_shared(self) -> None:
         """Let nothing stay in shared memory or the temporary folder when this process is killed."""

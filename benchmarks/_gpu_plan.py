@@ -1,0 +1,190 @@
+"""What benchmarks/gpu.py measures, the most wanted first: shapes of policies, workloads, groups. No torch needed."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from _learner_workload import PRESETS, WHOLE_GROUPS, Preset, Rows
+from _learner_workload import make_rows as rows_of_preset
+
+GIB = 2**30
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+}
+
+
+def _dense(hidden: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers}
+    return {**_QWEN3, **sizes, "num_attention_heads": heads}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6b": _dense(1024, 3072, 28, 16),
+    "1.7b": _dense(2048, 6144, 28, 16),
+    "4b": _dense(2560, 9728, 36, 32),
+    "30b-a3b": {
+        **_dense(2048, 6144, 8, 32),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
+}
+"""config.json of Qwen3's shapes; the mixture has 8 of its 48 layers, as all would not fit one GPU."""
+
+_TINY = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+_TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def shape_of(name: str, *, is_short: bool) -> dict[str, Any]:
+    """A policy's config.json; in the short form the same architecture in tiny sizes."""
+    shape = SHAPES[name]
+    if not is_short:
+        return shape
+    return {**shape, **_TINY, **_TINY_HEADS, **(_TINY_EXPERTS if "num_experts" in shape else {})}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A step's rows.
+
+    Attributes:
+        prompts: Number of prompts.
+        group: Rows to each prompt.
+        prompt_tokens: Of each prompt.
+        response_tokens: Of each row.
+        budget: Tokens of a micro-batch.
+    """
+
+    prompts: int
+    group: int
+    prompt_tokens: int
+    response_tokens: int
+    budget: int
+
+
+WORKLOADS = {
+    "4k": Workload(prompts=8, group=1, prompt_tokens=128, response_tokens=3968, budget=8192),
+    "32k": Workload(prompts=2, group=1, prompt_tokens=128, response_tokens=32640, budget=32768),
+    "4k_shared": Workload(prompts=2, group=4, prompt_tokens=2048, response_tokens=2048, budget=16384),
+    "32k_shared": Workload(prompts=1, group=4, prompt_tokens=24576, response_tokens=8192, budget=131072),
+}
+"""By name; `shared_512_16` of the learner benchmark is one more. A micro-batch holds all rows of a shared prompt."""
+BOUND = "shared_512_16"
+"""The workload that is held against what sharing could give at most; also computed row by row."""
+_SHRINK = 128
+"""What tokens are divided by in the short form."""
+
+
+def make_rows(workload: str, config: dict[str, Any], *, seed: int, is_short: bool) -> Rows:
+    """Random tokens of a workload.
+
+    Args:
+        workload: Of `WORKLOADS`, or `BOUND`.
+        config: The policy's config.json.
+        seed: Of the tokens.
+        is_short: Rows of a few tokens.
+    """
+    if workload == BOUND:
+        return rows_of_preset(preset_of(config, workload, is_short=is_short), workload, seed=seed)
+    of = WORKLOADS[workload]
+    divided = _SHRINK if is_short else 1
+    num_prompt, num_response = (max(2, tokens // divided) for tokens in (of.prompt_tokens, of.response_tokens))
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, config["vocab_size"], (of.prompts, of.group, num_prompt + num_response), dtype=np.int32)
+    ids[:, :, :num_prompt] = ids[:, :1, :num_prompt]
+    num_rows = of.prompts * of.group
+    return Rows(
+        input_ids=ids.reshape(-1),
+        lengths=np.full(num_rows, num_prompt + num_response, dtype=np.int64),
+        prompt_lengths=np.full(num_rows, num_prompt, dtype=np.int64),
+        prompts=np.repeat(np.arange(of.prompts), of.group),
+    )
+
+
+def preset_of(config: dict[str, Any], workload: str, *, is_short: bool) -> Preset:
+    """What the sides of the learner benchmark are told of a policy and the batches."""
+    budget = WHOLE_GROUPS[BOUND] if workload == BOUND else WORKLOADS[workload].budget
+    like = PRESETS["tiny" if is_short else "0.6b"]
+    return Preset(
+        policy=config,
+        dtype="bfloat16",
+        num_rows=like.num_rows,
+        shortest=like.shortest,
+        longest=like.longest,
+        prompts=like.prompts,
+        budget=budget,
+        shrink=like.shrink,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Measurements that one process makes, one after the other; what it loads serves all of them.
+
+    Attributes:
+        name: As in the report.
+        kind: What measures: see `peers/gpu_side.py`.
+        shape: Of the policy; empty where there is none.
+        rows: Names of the measurements, the most wanted first.
+        least_s: Below so many seconds left the group is not begun.
+    """
+
+    name: str
+    kind: str
+    shape: str = ""
+    rows: tuple[str, ...]
+    least_s: float = 20.0
+
+
+PLAN = (
+    Group(name="ours-4b", kind="ours", shape="4b", rows=("4k", BOUND, "32k", "4k_shared"), least_s=40),
+    Group(name="transformers-4b", kind="transformers", shape="4b", rows=("4k",), least_s=40),
+    Group(name="ours-30b-a3b", kind="ours", shape="30b-a3b", rows=("4k", "32k"), least_s=45),
+    Group(name="weights-4b", kind="weights", shape="4b", rows=("publish_and_prove",), least_s=40),
+    Group(name="distillation", kind="distillation", rows=("top_k_forward_kl",)),
+    Group(name="ours-0.6b", kind="ours", shape="0.6b", rows=("4k", BOUND, "32k", "32k_shared")),
+    Group(name="queue", kind="queue", rows=("lease_to_device",)),
+    Group(name="transformers-0.6b", kind="transformers", shape="0.6b", rows=("4k", "32k")),
+    Group(name="transformer-engine-4b", kind="transformer_engine", shape="4b", rows=("4k",), least_s=40),
+    Group(name="megatron-4b", kind="megatron", shape="4b", rows=("4k",), least_s=40),
+    Group(name="ours-1.7b", kind="ours", shape="1.7b", rows=("4k", "32k", "4k_shared"), least_s=30),
+    Group(name="transformers-1.7b", kind="transformers", shape="1.7b", rows=("4k",), least_s=30),
+    Group(name="transformers-4b-32k", kind="transformers", shape="4b", rows=("32k",), least_s=40),
+)
+"""All groups, the most wanted first: what comes last is left out when time is short."""
+
+SHORT = ("ours-4b", "transformers-4b", "ours-30b-a3b", "weights-4b", "distillation", "queue", "megatron-4b")
+"""Groups of the short form, which has every kind that runs on a CPU."""
+
+
+SHORT_ROWS = ("4k", BOUND)
+"""Workloads of the short form, the others of which would show nothing more."""
+
+
+def plan_of(*, is_short: bool, only: tuple[str, ...] = ()) -> tuple[Group, ...]:
+    """The groups to run, in order; `only` keeps those whose name has one of these words."""
+    groups = [_shortened(group) for group in PLAN if group.name in SHORT] if is_short else PLAN
+    return tuple(group for group in groups if not only or any(word in group.name for word in only))
+
+
+def _shortened(group: Group) -> Group:
+    rows = tuple(row for row in group.rows if row not in WORKLOADS or row in SHORT_ROWS)
+    return replace(group, rows=rows, least_s=0.0)

@@ -1,0 +1,135 @@
+"""Policies of random weights that benchmarks/gpu.py measures: what fits a GPU, and folders of it. No torch needed."""
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _gpu_plan import GIB
+
+from rl_core.weights import SHARED_MEMORY
+from rl_distill.architecture.policy_config import parse_policy_config
+from rl_distill.architecture.tensor_shapes import count_parameters, tensor_shapes
+
+TRAINED_BYTES = 20
+"""Of a parameter in training: bfloat16 weight and gradient, float32 weight, gradient and two moments. So much takes
+transformers; our learner, which has no gradient in bfloat16, takes 18."""
+RESERVE_BYTES = 9 * GIB
+"""For the CUDA context, the logits' chunks, and activations where all of a layer's are made again."""
+USABLE = 0.96
+"""Share of a GPU's memory that torch can have."""
+_ONE = 0x3F80
+"""The bfloat16 of 1."""
+_TILE = 2**24 + 43
+"""Random numbers that are written again and again: no row of a matrix begins where another does."""
+
+
+def fitted(config: Mapping[str, Any], *, memory_bytes: int | None) -> dict[str, Any]:
+    """The shape with as many layers as can be trained on a GPU.
+
+    Args:
+        config: The policy's config.json.
+        memory_bytes: Of the GPU; None for a CPU, where nothing is left out.
+    """
+    found = dict(config)
+    while memory_bytes is not None and found["num_hidden_layers"] > 1:
+        if _trained_bytes(found) + RESERVE_BYTES <= USABLE * memory_bytes:
+            break
+        found["num_hidden_layers"] -= 1
+    return found
+
+
+def num_parameters(config: Mapping[str, Any]) -> int:
+    """Parameters of a policy; a tied head counts once."""
+    return count_parameters(parse_policy_config(dict(config))).total
+
+
+def free_for_activations(config: Mapping[str, Any], *, memory_bytes: int) -> float:
+    """Bytes that a policy in training leaves of a GPU."""
+    return USABLE * memory_bytes - _trained_bytes(config) - RESERVE_BYTES / 2
+
+
+def activation_bytes(config: Mapping[str, Any], num_tokens: int) -> float:
+    """About what a micro-batch keeps for its backward pass where nothing is made again, in bfloat16.
+
+    It chooses only what is tried first.
+    """
+    hidden, head = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    per_token = 8 * hidden + 4 * (queries + 2 * keys)
+    if "num_experts" in config:
+        per_token += config["num_experts_per_tok"] * (3 * hidden + 4 * config["moe_intermediate_size"])
+    else:
+        per_token += 4 * config["intermediate_size"]
+    return 2.0 * num_tokens * float(per_token * config["num_hidden_layers"])
+
+
+def write_policy(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json and random weights in bfloat16, as fast as the disk or shared memory takes them."""
+    shapes = tensor_shapes(parse_policy_config(dict(config)))
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(dict(config)))
+    values = np.random.default_rng(0).standard_normal(_TILE, dtype=np.float32) * config["initializer_range"]
+    tile = (values.view(np.uint32) >> 16).astype(np.uint16)
+    place = 0
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for shape in shapes.values():
+            left = math.prod(shape)
+            if len(shape) == 1:
+                file.write(np.full(left, _ONE, dtype=np.uint16).tobytes())
+                continue
+            while left:
+                part = tile[place : place + left]
+                file.write(memoryview(part))
+                left, place = left - len(part), (place + len(part)) % _TILE
+
+
+class Policies:
+    """Folders of policies, which last until `close`."""
+
+    def __init__(self) -> None:
+        """Write none yet."""
+        self._folders: dict[str, Path] = {}
+        self._made: list[Path] = []
+
+    def folder(self, config: Mapping[str, Any]) -> Path:
+        """A policy's folder, in shared memory where that has room, else among temporary files.
+
+        Raises:
+            OSError: There is no room.
+        """
+        key = json.dumps(dict(config), sort_keys=True)
+        if key not in self._folders:
+            made = Path(tempfile.mkdtemp(prefix="rl-gpu-", dir=_place(2 * num_parameters(config))))
+            self._made.append(made)
+            write_policy(made / "policy", config)
+            self._folders[key] = made / "policy"
+        return self._folders[key]
+
+    def close(self) -> None:
+        """Remove all folders."""
+        for made in self._made:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _place(num_bytes: int) -> str:
+    places = [str(SHARED_MEMORY), tempfile.gettempdir()]
+    for place in places:
+        if Path(place).is_dir() and shutil.disk_usage(place).free > 1.2 * num_bytes:
+            return place
+    raise OSError(f"a policy of {num_bytes / 1e9:.1f} GB needs room in {' or '.join(places)}; set TMPDIR to more.")
+
+
+def _trained_bytes(config: Mapping[str, Any]) -> int:
+    return TRAINED_BYTES * num_parameters(config)

@@ -1,0 +1,343 @@
+"""Everything that is to be known of one GPU, within ten minutes: the tests marked `gpu`, or what they compute how fast.
+
+    nox -s gpu, or python benchmarks/gpu.py [pytest's arguments]        the tests
+    nox -s gpu -- --bench [--json gpu.json] [--minutes 9] [--only WORD] [--fresh] [--short]
+
+Needs torch and what locks/gpu.md names; neither nox, vLLM nor a network. Each group of measurements is a process, whose
+failure is told and which the others survive. Every result is on disk at once: a second start goes on where the first
+ended. --short takes tiny sizes, in this process, and runs on a CPU. benchmarks/README.md says what is measured.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = [str(path) for kind in ("packages", "apps") for path in sorted(ROOT.glob(f"{kind}/*/src"))]
+BENCHMARKS = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]
+sys.path += [path for path in (*BENCHMARKS, *SOURCES) if path not in sys.path]
+
+try:  # from a checkout in which nothing is installed
+    from _gpu_plan import Group, plan_of, shape_of
+    from _gpu_policy import Policies, fitted
+    from _gpu_report import Report, table
+    from _learner_summary import peak_bf16_flops
+except ImportError as error:
+    raise SystemExit(f"error: {error}; locks/gpu.md says what this Python needs") from None
+
+SIDE = ROOT / "benchmarks" / "peers" / "gpu_side.py"
+ABOUT_S = 120.0
+ROW_S = 150.0
+"""Longest wait for one measurement, so that one that hangs leaves time for the others."""
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "DO_NOT_TRACK": "1",
+    "WANDB_MODE": "offline",
+}
+"""Variables of every child: none of them looks for a network."""
+FEW_FRAGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+Tell = Callable[[Mapping[str, Any]], None]
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the tests, or measure; the exit status is 0 where nothing failed."""
+    if not {"--bench", "--short", "--quick"} & set(words):
+        return run_tests(words)
+    options = parse(words)
+    if not options.short:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the child is then ended as after Ctrl-C
+    ends_at = time.monotonic() + 60 * options.minutes
+    try:
+        machine = Machine.of_this(options)
+        report = Report(options.json, machine.told(is_short=options.short), is_fresh=options.fresh)
+    except (ValueError, subprocess.SubprocessError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    bench = Bench(machine=machine, report=report, is_short=options.short, ends_at=ends_at, policies=Policies())
+    groups = plan_of(is_short=options.short, only=tuple(options.only))
+    skipped = {group.name: reason for group in groups if (reason := reason_to_skip(group, is_short=options.short))}
+    try:
+        for group in groups:
+            if group.name not in skipped and bench.left_s > group.least_s:
+                bench.run(group)
+    except KeyboardInterrupt:
+        say("\ninterrupted; start again to go on")
+    finally:
+        bench.policies.close()
+        report.finish(groups, skipped)
+    print("\n".join(table(report.content)))
+    say(f"written to {options.json}")
+    return 1 if report.content["failures"] else 0
+
+
+def run_tests(words: Sequence[str]) -> int:
+    """The tests marked `gpu`, in this Python."""
+    lacking = [name for name in ("torch", "pytest", "hypothesis") if importlib.util.find_spec(name) is None]
+    if lacking:
+        sys.stderr.write(f"error: this Python lacks {', '.join(lacking)}; locks/gpu.md says how to install them\n")
+        return 2
+    env = {**environment(), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", *(words or gpu_tests())]
+    return subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
+
+
+def gpu_tests() -> list[str]:
+    """Files with such tests; others may import what a GPU machine lacks, and pytest would stop there."""
+    files = [file for place in ("packages", "apps", "tests") for file in sorted((ROOT / place).rglob("test_*.py"))]
+    return [str(file.relative_to(ROOT)) for file in files if "mark.gpu" in file.read_text()]
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    about = __doc__.splitlines()[0] if __doc__ else ""
+    parser = argparse.ArgumentParser(prog="nox -s gpu --", description=about)
+    parser.add_argument("--bench", action="store_true", help="measure; without it the tests run")
+    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="file of the results, which is continued")
+    parser.add_argument("--minutes", type=float, default=9.0, help="when these have passed, all ends")
+    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="groups with this in their name")
+    parser.add_argument("--fresh", action="store_true", help="forget what the file has")
+    parser.add_argument("--peak-tflops", type=float, help="of the GPU, dense bfloat16, where its name is not known")
+    parser.add_argument("--short", "--quick", action="store_true", help="tiny sizes in one process: does it run at all")
+    options = parser.parse_args(words)
+    options.json = options.json.absolute()
+    if not options.json.parent.is_dir() or options.minutes <= 0:
+        parser.error(f"--json needs a folder that exists, and --minutes a number above 0; found {' '.join(words)}")
+    if not plan_of(is_short=options.short, only=tuple(options.only)):
+        names = ", ".join(group.name for group in plan_of(is_short=options.short))
+        parser.error(f"--only must be a part of one of {names}; found {', '.join(options.only)}")
+    return options
+
+
+def reason_to_skip(group: Group, *, is_short: bool) -> str:
+    """Why a group cannot be measured here; empty where it can."""
+    if group.kind in ("transformer_engine", "megatron") and importlib.util.find_spec("transformer_engine") is None:
+        return "" if is_short and group.kind == "megatron" else "Transformer Engine is not installed"
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What measures.
+
+    Attributes:
+        about: What torch says of it.
+        peak_flops: Of the GPU, dense, in bfloat16; None where that is not known.
+    """
+
+    about: dict[str, Any]
+    peak_flops: float | None
+
+    @classmethod
+    def of_this(cls, options: argparse.Namespace) -> "Machine":
+        """Ask torch, in a process of its own, as this one is to hold no memory of the GPU.
+
+        Raises:
+            ValueError: There is no torch, or it sees no GPU.
+        """
+        if importlib.util.find_spec("torch") is None:
+            raise ValueError("torch is not installed in this Python; locks/gpu.md says what to install.")
+        if options.short:
+            from gpu_side import about_machine
+
+            about = about_machine()
+        else:
+            command = [sys.executable, str(SIDE), "--about"]
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=environment(), timeout=ABOUT_S, check=False
+            )
+            if done.returncode:
+                raise ValueError(f"torch cannot be loaded; {' '.join(command)} says:\n{done.stderr[-2000:]}")
+            about = json.loads(done.stdout)
+            if about["device"] == "cpu":
+                raise ValueError("torch sees no GPU (nvidia-smi shows those that are there); --short runs on a CPU.")
+        peak = peak_bf16_flops(about["device"]) if options.peak_tflops is None else options.peak_tflops * 1e12
+        if peak is None and not options.short:
+            say(f"the peak of {about['device']} is not known, so there is no MFU; give it with --peak-tflops")
+        return cls(about=about, peak_flops=peak)
+
+    def told(self, *, is_short: bool) -> dict[str, Any]:
+        """What the report has of it."""
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+        return {
+            "device": self.about["device"],
+            "torch": self.about["torch"],
+            "commit": commit.stdout.strip(),
+            "is_quick": is_short,
+            "date": time.strftime("%Y-%m-%d"),
+            "environment": {
+                **self.about,
+                "peak_flops": self.peak_flops,
+                "python": platform.python_version(),
+                "cores": os.cpu_count(),
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Runs groups, one after the other.
+
+    Attributes:
+        machine: What measures.
+        report: Where results go.
+        is_short: Tiny sizes, in this process.
+        ends_at: When everything must have ended, by `time.monotonic`.
+        policies: Folders of weights.
+        side: The program of a group.
+    """
+
+    machine: Machine
+    report: Report
+    is_short: bool
+    ends_at: float
+    policies: Policies
+    side: Path = SIDE
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self.ends_at - time.monotonic()
+
+    def run(self, group: Group) -> None:
+        """Make what is not made yet of a group's measurements; one that ends its process costs no other."""
+        rows = [row for row in group.rows if f"{group.name}/{row}" not in self.report.done]
+        if not rows:
+            return
+        say(f"{time.strftime('%H:%M:%S')}  {group.name}: {', '.join(rows)}; {self.left_s:.0f} s left")
+        try:
+            job = self._job(group)
+        except OSError as error:
+            for row in rows:
+                self.report.add(group, {"row": row, "error": str(error)})
+            return
+        told: set[str] = set()
+
+        def tell(said: Mapping[str, Any]) -> None:
+            if len(said) > 1:
+                told.add(said["row"])
+                self.report.add(group, said)
+
+        while rows and self.left_s > 0:
+            self._measure({**job, "rows": rows}, tell, name=group.name)
+            if not told.intersection(rows):
+                return
+            rows = [row for row in rows if row not in told]
+
+    def _job(self, group: Group) -> dict[str, Any]:
+        shape = shape_of(group.shape, is_short=self.is_short) if group.shape else {}
+        config = fitted(shape, memory_bytes=self.machine.about["memory_bytes"]) if shape else {}
+        return {
+            "kind": group.kind,
+            "config": config,
+            "policy": str(self.policies.folder(config)) if config else "",
+            "is_short": self.is_short,
+            "peak_flops": self.machine.peak_flops,
+        }
+
+    def _measure(self, job: dict[str, Any], tell: Tell, *, name: str) -> None:
+        if self.is_short:
+            from gpu_side import Job, run_group
+
+            run_group(Job(**{**job, "rows": tuple(job["rows"])}), tell)
+            return
+        logs = self.report.file.with_name(f"{self.report.file.stem}-logs")
+        logs.mkdir(exist_ok=True)
+        child = Child([sys.executable, str(self.side)], job, log=logs / f"{name}.log", folder=logs)
+        try:
+            child.listen(tell, until=self.ends_at)
+        finally:
+            child.stop()
+
+
+class Child:
+    """A process that measures a group."""
+
+    def __init__(self, program: Sequence[str], job: dict[str, Any], *, log: Path, folder: Path) -> None:
+        """Start it.
+
+        Args:
+            program: Interpreter and program, which is given a file with the job.
+            job: What to measure.
+            log: For its output, which is appended.
+            folder: For the job's file.
+        """
+        self._log, self._row = log, job["rows"][0]
+        file = folder / f"{log.stem}.job.json"
+        file.write_text(json.dumps(job))
+        self._lines: queue.Queue[str] = queue.Queue()
+        with log.open("a") as output:
+            self._process = subprocess.Popen(
+                [*program, str(file)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                env={**environment(), **FEW_FRAGMENTS},
+                start_new_session=True,
+            )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def listen(self, tell: Tell, *, until: float) -> None:
+        """Pass on what it tells; a row that it dies of, or that takes too long, is told as an error."""
+        while True:
+            wait_s = min(ROW_S, until - time.monotonic())
+            try:
+                line = self._lines.get(timeout=max(0.0, wait_s))
+            except queue.Empty:
+                if wait_s >= ROW_S:
+                    tell({"row": self._row, "error": f"no answer within {ROW_S:g} s; {self._last_words()}"})
+                return  # else the time is over, and the row was not reached
+            if not line:
+                status = self._process.wait()
+                if status:
+                    ended = f"signal {-status}" if status < 0 else f"status {status}"
+                    tell({"row": self._row, "error": f"its process ended with {ended}; {self._last_words()}"})
+                return
+            said = json.loads(line)
+            self._row = said["row"]
+            tell(said)
+
+    def stop(self) -> None:
+        """End it and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _read(self) -> None:
+        if self._process.stdout is not None:
+            for line in self._process.stdout:
+                self._lines.put(line.strip())
+        self._lines.put("")
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines()[-2:]
+        return f"{self._log} ends with: {' | '.join(lines)[:400]}"
+
+
+def environment() -> dict[str, str]:
+    """Variables of a child, which finds what this program finds."""
+    paths = [*BENCHMARKS, *SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def say(line: str) -> None:
+    """Print at once, also into a pipe."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,168 @@
+"""What benchmarks/gpu.py measures beside steps: publishing weights with proof, the top-k divergence, the queue."""
+
+import asyncio
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from _distillation_workload import PRESETS, make_matrix, make_step
+from _gpu_plan import GIB, make_rows
+from _learner_protocol import peak_bytes, wait_for_device
+from _our_clients import GROUP_SIZE, NAMES, TASK, batch_of, declare, issue
+from _payload import NUM_PRODUCERS, SAMPLES_PER_PRODUCER, producer_rows
+from distillation_side import SIDES, timed_step
+from gpu_side import Job, Values
+from our_learner import batch_of as learner_batch
+
+from rl_core.queue import SharedMemoryQueue
+from rl_core.weights import BFLOAT16_TOLERANCES, PublishReport, TensorTransport, publish_weights
+from rl_distill.learner import LearnerOptions
+from rl_distill.learners import Learners
+from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.supervised import supervised_objective
+from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
+
+ROUNDS = 3
+CANARY_TOKENS, NUM_CANARIES = 32, 4
+
+
+class Published:
+    """A learner's weights to the transformers engine in the same process, with the whole proof."""
+
+    def __init__(self, job: Job) -> None:
+        """Load the learner and the engine, and take a step, so that they differ."""
+        self._job = job
+        options = LearnerOptions(dtype="bfloat16", learning_rate=1e-4, num_threads=torch.get_num_threads())
+        policy = MegatronLearner(Path(job.policy), options)
+        self._learners = Learners(policy=policy, reference=None, critic=None, close=policy.close)
+        self._engine = TransformersEngine(Path(job.policy), TransformersOptions(dtype="bfloat16"))
+        asyncio.run(self._engine.start())
+        rows = make_rows("4k", job.config, seed=0, is_short=job.is_short)
+        policy.train_step(learner_batch(rows).select(np.arange(1)), supervised_objective)
+
+    def measure(self, row: str) -> Values:  # noqa: ARG002 - there is one
+        """Seconds from the learner's weights to their proof, the engine's canary among it; the median round's."""
+        rounds = [asyncio.run(self._publish(version)) for version in range(1, ROUNDS + 2)][1:]
+        seconds = {name: median(of[name] for of in rounds) for name in ("pack_s", "update_s", "proof_s", "wall_s")}
+        last: PublishReport = rounds[-1]["report"]
+        return {
+            **seconds,
+            "gb": last.size_bytes / 1e9,
+            "gb_per_s": last.size_bytes / 1e9 / seconds["wall_s"],
+            "num_tensors": last.num_tensors,
+            "probe_max_diff": last.probe_max_diff,
+            "canary_max_diff": last.canary_max_diff,
+            "peak_memory_gib": peak_bytes() / GIB,
+        }
+
+    async def _publish(self, version: int) -> dict[str, Any]:
+        draw = np.random.default_rng(version)
+        vocab_size = self._job.config["vocab_size"]
+        canaries = [draw.integers(0, vocab_size, CANARY_TOKENS, dtype=np.int32) for _ in range(NUM_CANARIES)]
+        wait_for_device()
+        started = time.perf_counter()
+        canary = self._learners.canary(canaries)
+        update = self._learners.pack(TensorTransport(), version=version)
+        packed = time.perf_counter()
+        report = await publish_weights(update, [self._engine], canary=canary, tolerances=BFLOAT16_TOLERANCES)
+        wait_for_device()
+        return {
+            "pack_s": packed - started,
+            "update_s": report.update_s,
+            "proof_s": report.proof_s,
+            "wall_s": time.perf_counter() - started,
+            "report": report,
+        }
+
+    def close(self) -> None:
+        """Close both."""
+        asyncio.run(self._engine.close())
+        self._learners.close()
+
+
+class Distilled:
+    """The top-k divergence of a vocabulary of 151,936, in chunks and by the full softmax."""
+
+    def __init__(self, job: Job) -> None:
+        """Make the output matrix."""
+        self._preset = PRESETS["tiny" if job.is_short else "gpu"]
+        self._device = job.device
+        self._matrix = make_matrix(self._preset, job.device).requires_grad_()
+
+    def measure(self, row: str) -> Values:  # noqa: ARG002 - there is one
+        """Tokens a second of ours, and the ratios to the full softmax."""
+        found = {}
+        for side, loss_of in SIDES.items():
+            steps = [
+                timed_step(loss_of, make_step(self._preset, seed=seed, device=self._device), self._matrix)
+                for seed in range(ROUNDS + 1)
+            ]
+            found[side] = {
+                "tokens_per_s": self._preset.num_tokens / median(step["step_s"] for step in steps[1:]),
+                "peak_memory_gib": max(step["peak_bytes"] for step in steps) / GIB,
+                "loss": steps[-1]["loss"],
+            }
+        ours, full = found["ours"], found["full_softmax"]
+        return {
+            **ours,
+            "vocab_size": self._preset.vocab_size,
+            "num_tokens": self._preset.num_tokens,
+            "top_k": self._preset.top_k,
+            "times_as_fast_as_full_softmax": ours["tokens_per_s"] / full["tokens_per_s"],
+            "memory_of_full_softmax": ours["peak_memory_gib"] / max(full["peak_memory_gib"], 1e-9),
+            "loss_difference": abs(ours["loss"] - full["loss"]) / abs(full["loss"]),
+        }
+
+    def close(self) -> None:
+        """Free the matrix."""
+        del self._matrix
+
+
+class Queued:
+    """The transfer queue in shared memory: rows from a producer to the device."""
+
+    def __init__(self, job: Job) -> None:
+        """Start the queue's server."""
+        declare()
+        self._job = job
+        self._num_producers = 1 if job.is_short else NUM_PRODUCERS
+        self._queue = SharedMemoryQueue([TASK])
+
+    def measure(self, row: str) -> Values:  # noqa: ARG002 - there is one
+        """GB/s of a put, and from the lease until all columns are on the device; the median round's."""
+        rounds = [self._round(number) for number in range(ROUNDS + 1)][1:]
+        num_bytes = rounds[0]["num_bytes"]
+        put_s, taken_s = (median(of[name] for of in rounds) for name in ("put_s", "taken_s"))
+        return {
+            "put_s": put_s,
+            "wall_s": taken_s,
+            "gb": num_bytes / 1e9,
+            "put_gb_per_s": num_bytes / 1e9 / put_s,
+            "gb_per_s": num_bytes / 1e9 / taken_s,
+        }
+
+    def close(self) -> None:
+        """End the server."""
+        self._queue.close()
+
+    def _round(self, number: int) -> dict[str, float]:
+        batches = []
+        for producer in range(self._num_producers):
+            topic = f"r{number}/{producer}"
+            issue(self._queue, topic, SAMPLES_PER_PRODUCER // GROUP_SIZE, GROUP_SIZE)
+            batches.append(batch_of(producer_rows(producer), topic=topic, group_size=GROUP_SIZE))
+        started = time.perf_counter()
+        for batch in batches:
+            self._queue.put_batch(batch)
+        put = time.perf_counter()
+        lease = self._queue.lease(TASK.name, groups=len(batches) * SAMPLES_PER_PRODUCER // GROUP_SIZE)
+        columns = [torch.from_numpy(lease.batch.ragged(name).values).to(self._job.device) for name in NAMES.values()]
+        wait_for_device()
+        taken = time.perf_counter()
+        self._queue.ack(lease)
+        self._queue.forget_finished()
+        num_bytes = sum(column.nbytes for column in columns)
+        return {"put_s": put - started, "taken_s": taken - put, "num_bytes": num_bytes}

@@ -1,0 +1,335 @@
+"""A group of benchmarks/gpu.py: loads what its measurements need, makes one after the other, and tells each at once.
+
+    python gpu_side.py JOB, a file with the fields of `Job` in JSON
+        <- {"row": name} as one begins, then {"row": name, "values": {...}} or {"row": name, "error": "..."}
+
+What cannot even be loaded is the error of every row. The exit status is 0 as long as the process itself lives.
+"""
+
+import contextlib
+import gc
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from _gpu_plan import BOUND, GIB, WORKLOADS, make_rows, preset_of
+from _gpu_policy import activation_bytes, free_for_activations, num_parameters
+from _learner_protocol import peak_bytes, timed_step
+from _learner_workload import Rows
+from _protocol import private_stdout, write
+
+from rl_distill.architecture.flops import forward_flops
+from rl_distill.architecture.policy_config import parse_policy_config
+
+Values = dict[str, Any]
+MODES = ("none", "selective", "full")
+"""What is made again in the backward pass, the fastest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the group is told.
+
+    Attributes:
+        kind: What measures, of `KINDS`.
+        rows: Names of the measurements.
+        config: The policy's config.json; empty where there is none.
+        policy: Its folder.
+        is_short: Tiny sizes, and one step of each.
+        peak_flops: Of the GPU, dense, in bfloat16; None where that is not known.
+    """
+
+    kind: str
+    rows: tuple[str, ...]
+    config: dict[str, Any]
+    policy: str
+    is_short: bool
+    peak_flops: float | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Side(Protocol):
+    """What a kind of groups has loaded."""
+
+    def measure(self, row: str) -> Values:
+        """One measurement."""
+
+    def close(self) -> None:
+        """Free it."""
+
+
+class Trained:
+    """Steps of a learner: as much is made again in the backward pass as the memory asks for."""
+
+    def __init__(self, job: Job) -> None:
+        """Build nothing yet: the first row says what is needed."""
+        self._job = job
+        self._mode = ""
+        self._side: Any = None
+
+    def measure(self, row: str) -> Values:
+        """Tokens a second and MFU of a workload.
+
+        Raises:
+            torch.OutOfMemoryError: It does not fit, however much is made again.
+        """
+        for mode in self._modes(row):
+            try:
+                return self._measured(row, mode)
+            except torch.OutOfMemoryError:
+                traceback.print_exc()
+                self.close()
+        raise torch.OutOfMemoryError(f"{row} does not fit, with everything made again in the backward pass too.")
+
+    def close(self) -> None:
+        """Free the learner."""
+        if self._side is not None:
+            self._free()
+        self._side, self._mode = None, ""
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _modes(self, row: str) -> list[str]:
+        if self._job.device.type == "cpu":
+            return [MODES[0]]
+        memory_bytes = torch.cuda.get_device_properties(0).total_memory
+        needed = activation_bytes(self._job.config, preset_of(self._job.config, row, is_short=False).budget)
+        left = free_for_activations(self._job.config, memory_bytes=memory_bytes)
+        shares = {"none": 1.0, "selective": 0.8, "full": 0.0}
+        return [mode for mode in self._known_modes() if shares[mode] * needed < left]
+
+    def _known_modes(self) -> tuple[str, ...]:
+        return MODES
+
+    def _measured(self, row: str, mode: str) -> Values:
+        if mode != self._mode:
+            self.close()
+            self._side, self._mode = self._open(mode), mode
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        found = self._timed(row, self._repack(row))
+        return {**found, "recompute": mode, **self._about()}
+
+    def _timed(self, row: str, step: Callable[[Rows], Any]) -> Values:
+        """Times of a workload's steps; the first two, in which kernels are compiled, do not count."""
+        num_warm, num_timed = (1, 1) if self._job.is_short else (2, 3)
+        config = self._job.config
+        side = _Stepped(step)
+        answers = []
+        for seed in range(num_warm + num_timed):
+            rows = make_rows(row, config, seed=seed, is_short=self._job.is_short)
+            answers.append(timed_step(side, rows))
+        seconds = median(answer["step_s"] for answer in answers[num_warm:])
+        flops = 3 * forward_flops(parse_policy_config(config), rows.lengths.tolist())
+        is_shared = len(set(rows.prompts.tolist())) < len(rows.prompts)
+        peak = self._job.peak_flops
+        return {
+            "tokens_per_s": rows.input_ids.size / seconds,
+            "mfu": None if is_shared or peak is None else flops / seconds / peak,
+            "step_s": seconds,
+            "steps_s": [answer["step_s"] for answer in answers],
+            "num_tokens": rows.input_ids.size,
+            "num_computed_tokens": answers[-1]["num_computed_tokens"],
+            "losses": [answer["loss"] for answer in answers],
+            "grad_norms": [answer["grad_norm"] for answer in answers],
+            "peak_memory_gib": peak_bytes() / GIB,
+            "num_layers": config["num_hidden_layers"],
+            "num_parameters": num_parameters(config),
+        }
+
+    def _open(self, mode: str) -> Any:
+        raise NotImplementedError
+
+    def _repack(self, row: str) -> Callable[[Rows], Any]:
+        raise NotImplementedError
+
+    def _free(self) -> None:
+        """Free the side."""
+
+    def _about(self) -> Values:
+        return {}
+
+
+@dataclass
+class _Stepped:
+    """A step that `timed_step` can call."""
+
+    step: Callable[[Rows], Any]
+
+
+class Ours(Trained):
+    """Our Megatron learner."""
+
+    kernels = "auto"
+
+    def measure(self, row: str) -> Values:
+        """As `Trained.measure`; where rows share tokens also row by row, and of one workload the bound of sharing."""
+        found = super().measure(row)
+        if row != BOUND and WORKLOADS[row].group == 1:
+            return found
+        tokens = preset_of(self._job.config, row, is_short=self._job.is_short).budget
+        self._side.repack(tokens=tokens, shares=False)
+        apart = self._timed(row, self._side.step)
+        found["times_as_fast_as_apart"] = found["tokens_per_s"] / apart["tokens_per_s"]
+        if row == BOUND:
+            bound = self._side.bound(make_rows(row, self._job.config, seed=0, is_short=self._job.is_short))
+            found |= {"bound": bound, "share_of_bound": found["times_as_fast_as_apart"] / bound}
+        return found
+
+    def _open(self, mode: str) -> Any:
+        from our_learner import Ours as Learner
+
+        preset = preset_of(self._job.config, "4k", is_short=self._job.is_short)
+        return Learner(Path(self._job.policy), preset, kernels=self.kernels, recompute=mode)
+
+    def _repack(self, row: str) -> Callable[[Rows], Any]:
+        tokens = preset_of(self._job.config, row, is_short=self._job.is_short).budget
+        self._side.repack(tokens=tokens, shares=True)
+        step: Callable[[Rows], Any] = self._side.step
+        return step
+
+    def _free(self) -> None:
+        self._side.close()
+
+
+class OursOnTransformerEngine(Ours):
+    """Our Megatron learner with Transformer Engine's layers."""
+
+    kernels = "transformer_engine"
+
+
+class Transformers(Trained):
+    """transformers, with flash attention where that is installed."""
+
+    def _known_modes(self) -> tuple[str, ...]:
+        return (MODES[0], MODES[-1])
+
+    def _open(self, mode: str) -> Any:
+        from transformers_learner import Padded
+
+        def adapted(model: Any) -> Any:
+            if mode == "full":
+                model.gradient_checkpointing_enable()
+            return model
+
+        preset = preset_of(self._job.config, "4k", is_short=self._job.is_short)
+        return Padded(Path(self._job.policy), preset, adapted)
+
+    def _repack(self, row: str) -> Callable[[Rows], Any]:
+        self._side.budget = preset_of(self._job.config, row, is_short=self._job.is_short).budget
+        step: Callable[[Rows], Any] = self._side.step
+        return step
+
+    def _about(self) -> Values:
+        return {"attention": self._side.attention}
+
+
+class Megatron(Trained):
+    """megatron-core's own model and layers: on a GPU those of Transformer Engine."""
+
+    def _open(self, mode: str) -> Any:
+        from megatron_model import MegatronModel
+
+        return MegatronModel(self._job.config, recompute=mode, device=self._job.device)
+
+    def _known_modes(self) -> tuple[str, ...]:
+        return (MODES[0], MODES[-1])
+
+    def _repack(self, row: str) -> Callable[[Rows], Any]:
+        self._side.budget = preset_of(self._job.config, row, is_short=self._job.is_short).budget
+        step: Callable[[Rows], Any] = self._side.step
+        return step
+
+    def _free(self) -> None:
+        self._side.close()
+
+    def _about(self) -> Values:
+        return {"layers": self._side.layers}
+
+
+def parts(name: str) -> Callable[[Job], Side]:
+    """A kind that `gpu_parts.py` has, loaded when it is needed."""
+
+    def opened(job: Job) -> Side:
+        import gpu_parts
+
+        side: Side = getattr(gpu_parts, name)(job)
+        return side
+
+    return opened
+
+
+KINDS: dict[str, Callable[[Job], Side]] = {
+    "ours": Ours,
+    "transformer_engine": OursOnTransformerEngine,
+    "transformers": Transformers,
+    "megatron": Megatron,
+    "weights": parts("Published"),
+    "distillation": parts("Distilled"),
+    "queue": parts("Queued"),
+}
+
+
+def run_group(job: Job, tell: Callable[[Mapping[str, Any]], None]) -> None:
+    """Make the measurements; an error of one is told, and the next is made all the same."""
+    try:
+        side = KINDS[job.kind](job)
+    except Exception as error:
+        traceback.print_exc()
+        for row in job.rows:
+            tell({"row": row, "error": _described(error)})
+        return
+    for row in job.rows:
+        tell({"row": row})
+        try:
+            values = side.measure(row)
+        except Exception as error:
+            traceback.print_exc()
+            tell({"row": row, "error": _described(error)})
+        else:
+            tell({"row": row, "values": values})
+    with contextlib.suppress(Exception):  # what was measured has been told
+        side.close()
+
+
+def about_machine() -> Values:
+    """What the report says of the machine; the GPU's memory chooses the sizes."""
+    has_gpu = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if has_gpu else "cpu",
+        "memory_bytes": torch.cuda.get_device_properties(0).total_memory if has_gpu else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "capability": list(torch.cuda.get_device_capability()) if has_gpu else None,
+    }
+
+
+def _described(error: Exception) -> str:
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {' '.join(said[:3])[:600] or 'no message'}"
+
+
+def main(words: list[str]) -> int:
+    """Run the job of a file, or tell of the machine."""
+    answers = private_stdout()
+    if words == ["--about"]:
+        write(answers, json.dumps(about_machine()))
+        return 0
+    job = Job(**json.loads(Path(words[0]).read_text()))
+    run_group(job, lambda row: write(answers, json.dumps(row)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

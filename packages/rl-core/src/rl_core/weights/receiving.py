@@ -1,0 +1,291 @@
+"""An engine's side of weights over the network: it asks every sender, and its workers put together what they send."""
+
+import socket
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_core.errors import DeadlineError, TransferError
+from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
+from rl_core.weights.digests import ChecksumKind
+from rl_core.weights.secret_sockets import connect, receive_message, send_message
+from rl_core.weights.update import Broadcast, Rectangle, WeightSource, WeightUpdate
+
+
+class JoinedSource(NamedTuple):
+    """A sender that an engine has asked.
+
+    Attributes:
+        meeting: Where the engine's workers meet it.
+        engine: What the engine is called there.
+        sender: Who it is, for messages.
+    """
+
+    meeting: Broadcast
+    engine: str
+    sender: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivePlan:
+    """What an engine's workers receive.
+
+    Attributes:
+        version: Of the policy.
+        specs: All tensors, in order.
+        tied: Names among them that the model serves from another tensor.
+        kinds: What checksum to compute of each.
+        rectangles: What each sender sends, in order.
+    """
+
+    version: int
+    specs: Sequence[TensorSpec]
+    tied: Sequence[str] = ()
+    kinds: Mapping[str, ChecksumKind] = field(default_factory=dict)
+    rectangles: Sequence[Sequence[Rectangle]] = field(default=(), repr=False)
+
+
+def receive_plan(update: WeightUpdate) -> ReceivePlan:
+    """What comes with an update from its senders."""
+    specs = [TensorSpec(name, tuple(digest.shape), digest.dtype) for name, digest in update.digests.items()]
+    return ReceivePlan(
+        version=update.version,
+        specs=specs,
+        tied=list(update.tied),
+        kinds={name: digest.kind for name, digest in update.digests.items()},
+        rectangles=[source.rectangles for source in update_sources(update)],
+    )
+
+
+def update_sources(update: WeightUpdate) -> Sequence[WeightSource]:
+    """The senders of an update; a single one sends every tensor whole.
+
+    Raises:
+        TransferError: It does not come over the network.
+    """
+    if update.sources:
+        return update.sources
+    if update.broadcast is None:
+        raise TransferError(f"weight update {update.version} is not one that comes over the network.")
+    whole = [Rectangle(name, (0,) * len(digest.shape), digest.shape) for name, digest in update.digests.items()]
+    return [WeightSource(sender="the sender of weights", meeting=update.broadcast, rectangles=whole)]
+
+
+class BroadcastReceiver:
+    """An engine's side before its workers receive: it asks for an update, and hears whether it is served.
+
+    Attributes:
+        name: By which its workers meet the sender; a new one where the sender is met anew.
+    """
+
+    def __init__(self, *, num_workers: int) -> None:
+        """Connect to nobody yet.
+
+        Args:
+            num_workers: That receive.
+        """
+        self.name = uuid.uuid4().hex
+        self._num_workers = num_workers
+        self._connection: socket.socket | None = None
+        self._joined: Broadcast | None = None
+
+    def announce(self, update: WeightUpdate) -> Broadcast:
+        """Ask the only sender of an update; when this returns, the workers meet it (`BroadcastGroup`).
+
+        Raises:
+            TransferError: The sender is gone, or sends another version.
+            DeadlineError: It does not answer.
+        """
+        (source,) = update_sources(update)
+        self.ask(source.meeting, update.version, sender=source.sender)
+        self.go_on()
+        return source.meeting
+
+    def ask(self, meeting: Broadcast, version: int, *, sender: str) -> None:
+        """Ask for an update; the sender waits for `go_on`.
+
+        Raises:
+            TransferError: The sender is gone, or sends another version.
+            DeadlineError: It does not answer.
+        """
+        try:
+            answer = self._ask(meeting, version)
+        except TimeoutError as error:
+            self.close()
+            raise DeadlineError(
+                f"{sender} at {meeting.host}:{meeting.port} gave no answer in {meeting.deadline_s:g} s."
+            ) from error
+        except OSError as error:
+            self.close()
+            raise TransferError(
+                f"{sender} with weight update {version} cannot be reached at {meeting.host}:{meeting.port}: "
+                f"{error}. Keep its transport open until every engine has taken the update."
+            ) from error
+        if answer["refusal"] is not None:
+            raise TransferError(f"{sender}: {answer['refusal']}")
+
+    def go_on(self, *, goes_on: bool = True) -> None:
+        """Have the sender send what was asked for, or not.
+
+        Raises:
+            TransferError: The sender is gone.
+        """
+        if self._connection is None or self._joined is None:
+            raise TransferError("no sender of weights was asked.")
+        try:
+            send_message(self._connection, {"goes_on": goes_on}, deadline_s=self._joined.deadline_s)
+        except OSError as error:
+            self.close()
+            raise TransferError(f"the sender of weights at {self._joined.host} is gone: {error}.") from error
+
+    def close(self) -> None:
+        """Leave the sender. Can be called twice."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _ask(self, meeting: Broadcast, version: int) -> dict[str, Any]:
+        if self._connection is not None and self._joined == meeting:
+            with suppress(ConnectionError):  # the sender has given this engine up, as when an update failed
+                return self._request(self._connection, meeting, version)
+        self.close()
+        self.name = uuid.uuid4().hex
+        secret = bytes.fromhex(meeting.secret)
+        self._connection = connect(meeting.host, meeting.port, secret, deadline_s=meeting.deadline_s)
+        self._joined = meeting
+        hello = {"engine": self.name, "num_workers": self._num_workers}
+        send_message(self._connection, hello, deadline_s=meeting.deadline_s)
+        return self._request(self._connection, meeting, version)
+
+    def _request(self, connection: socket.socket, meeting: Broadcast, version: int) -> dict[str, Any]:
+        send_message(connection, {"version": version}, deadline_s=meeting.deadline_s)
+        return receive_message(connection, deadline_s=meeting.deadline_s)
+
+
+class WeightSources:
+    """An engine's side before its workers receive, of as many senders as an update has."""
+
+    def __init__(self, *, num_workers: int) -> None:
+        """Connect to nobody yet.
+
+        Args:
+            num_workers: That receive.
+        """
+        self._num_workers = num_workers
+        self._receivers: dict[Broadcast, BroadcastReceiver] = {}
+
+    def announce(self, update: WeightUpdate) -> list[JoinedSource]:
+        """Ask every sender of an update; when this returns, the workers meet them (`SourceGroups`).
+
+        Nobody sends anything where one refuses.
+
+        Raises:
+            TransferError: A sender is gone, or sends another version.
+            DeadlineError: It does not answer.
+        """
+        sources = update_sources(update)
+        meetings = {source.meeting for source in sources}
+        for meeting in [known for known in self._receivers if known not in meetings]:
+            self._receivers.pop(meeting).close()
+        asked: list[BroadcastReceiver] = []
+        try:
+            for source in sources:
+                receiver = self._receivers.setdefault(source.meeting, BroadcastReceiver(num_workers=self._num_workers))
+                receiver.ask(source.meeting, update.version, sender=source.sender)
+                asked.append(receiver)
+        except (TransferError, DeadlineError):
+            for receiver in asked:
+                with suppress(TransferError):
+                    receiver.go_on(goes_on=False)
+            raise
+        for receiver in asked:
+            receiver.go_on()
+        return [JoinedSource(one.meeting, self._receivers[one.meeting].name, one.sender) for one in sources]
+
+    def close(self) -> None:
+        """Leave every sender. Can be called twice."""
+        for receiver in self._receivers.values():
+            receiver.close()
+        self._receivers.clear()
+
+
+class SourceGroups:
+    """One worker's end of the groups with all senders.
+
+    Attributes:
+        sources: Whom it has met.
+    """
+
+    def __init__(self, sources: Sequence[JoinedSource], *, rank: int, size: int, device: torch.device) -> None:
+        """Meet every sender.
+
+        Args:
+            sources: Who they are.
+            rank: Of the worker in each group, from 1.
+            size: Members of each group: the sender, and the engine's workers.
+            device: Where tensors are put together.
+
+        Raises:
+            TransferError: A sender is gone.
+        """
+        self.sources = list(sources)
+        self._device = device
+        self._groups: list[BroadcastGroup] = []
+        try:
+            for one in sources:
+                self._groups.append(BroadcastGroup(one.meeting, one.engine, rank=rank, size=size, device=device))
+        except TransferError:
+            self.close()
+            raise
+
+    def receive(self, plan: ReceivePlan) -> Iterator[tuple[str, torch.Tensor]]:
+        """Receive an update, tensor by tensor; of each, the rectangles that its senders have.
+
+        Raises:
+            TransferError: A sender is gone.
+            DeadlineError: A sender gives nothing any more.
+        """
+        dtypes = {spec.name: spec.dtype for spec in plan.specs}
+        pieces: dict[str, list[tuple[int, Rectangle]]] = {}
+        for number, rectangles in enumerate(plan.rectangles):
+            for rectangle in rectangles:
+                pieces.setdefault(rectangle.name, []).append((number, rectangle))
+        with ThreadPoolExecutor(1, "receive weights") as thread:
+            streams = [
+                group.receive([TensorSpec(one.name, one.sizes, dtypes[one.name]) for one in rectangles], thread=thread)
+                for group, rectangles in zip(self._groups, plan.rectangles, strict=True)
+            ]
+            for spec in plan.specs:
+                found = ((one, self._next(streams, number)) for number, one in pieces.get(spec.name, ()))
+                yield spec.name, _put_together(spec, found, self._device)
+
+    def close(self) -> None:
+        """Leave every group. Can be called twice."""
+        for group in self._groups:
+            group.close()
+
+    def _next(self, streams: Sequence[Iterator[tuple[str, torch.Tensor]]], number: int) -> torch.Tensor:
+        try:
+            return next(streams[number])[1]
+        except (TransferError, DeadlineError) as error:
+            raise type(error)(f"{self.sources[number].sender}: {error}") from error
+
+
+def _put_together(
+    spec: TensorSpec, found: Iterator[tuple[Rectangle, torch.Tensor]], device: torch.device
+) -> torch.Tensor:
+    whole: torch.Tensor | None = None
+    for rectangle, part in found:
+        if tuple(part.shape) == tuple(spec.shape):
+            return part
+        if whole is None:
+            whole = torch.empty(spec.shape, dtype=part.dtype, device=device)
+        whole[tuple(slice(o, o + s) for o, s in zip(rectangle.offsets, rectangle.sizes, strict=True))] = part
+    if whole is None:
+        raise TransferError(f"nobody sends tensor {spec.name!r}.")
+    return whole

@@ -1,0 +1,265 @@
+"""Who sends weights over the network: it listens for engines, and sends each of them what it offers now.
+
+It listens on one address, as long as a receiver is missing, for engines that know its secret, which travels with the
+update through the role call. Each engine keeps a connection on which it asks for updates, and each of its workers one
+on which it takes them: an engine that dies disturbs no other, and one that is started again takes the current weights
+when it asks for them.
+"""
+
+import logging
+import math
+import secrets
+import socket
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from rl_core.errors import NotReadyError, RLError, TransferError
+from rl_core.record_fields import settings_record
+from rl_core.weights.broadcast_group import SENDER, BroadcastGroup
+from rl_core.weights.secret_sockets import SECRET_BYTES, Listener, hang_up, receive_message, send_message
+from rl_core.weights.update import Broadcast
+
+log = logging.getLogger(__name__)
+
+MAX_WORKERS = 4096
+DEFAULT_BUCKET_BYTES = 256 * 2**20
+
+
+@settings_record
+class SenderOptions:
+    """How weights are sent.
+
+    Attributes:
+        backend: "nccl" sends from the current GPU; every engine's worker must have another one. "gloo" is the earlier
+            name of "tcp".
+        host: This machine's address, as engines reach it; nothing listens on another one.
+        bucket_bytes: Most bytes that travel at once.
+        deadline_s: Longest wait for a receiver, in every step.
+        num_receivers: Engines that are expected: once so many are connected, nothing listens until one is lost. None
+            listens until the end.
+    """
+
+    backend: Literal["tcp", "gloo", "nccl"] = "tcp"
+    host: str = "127.0.0.1"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    deadline_s: float = 60.0
+    num_receivers: int | None = None
+
+
+class _Engine:
+    """One receiver, as the sender knows it: the connection on which it asks, and those of its workers."""
+
+    def __init__(self, connection: socket.socket, *, num_workers: int) -> None:
+        self.connection, self.num_workers = connection, num_workers
+        self.workers: dict[int, socket.socket] = {}
+        self.group: BroadcastGroup | None = None
+        self.is_served = False
+
+    @property
+    def is_whole(self) -> bool:
+        """True once all workers are there."""
+        return len(self.workers) == self.num_workers
+
+    def hang_up(self) -> None:
+        """Have the threads that wait for it end that."""
+        for connection in (self.connection, *self.workers.values()):
+            hang_up(connection)
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.close()
+        for connection in (self.connection, *self.workers.values()):
+            connection.close()
+
+
+class WeightSender:
+    """Sends one version to engines in other processes and on other machines, in buckets, until the next one."""
+
+    def __init__(self, options: SenderOptions) -> None:
+        """Listen.
+
+        Raises:
+            SettingsError: This machine has no such address.
+        """
+        secret = secrets.token_bytes(SECRET_BYTES)
+        is_nccl = options.backend == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+        self._engines: dict[str, _Engine] = {}
+        self._packed: tuple[int, Iterable[torch.Tensor]] | None = None
+        self._num_receivers = options.num_receivers
+        self._num_sending = 0
+        self._serving: dict[threading.Thread, socket.socket] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._listener = Listener(options.host, secret, self._serve)
+        self.meeting = Broadcast(
+            backend=options.backend,
+            host=options.host,
+            port=self._listener.port,
+            secret=secret.hex(),
+            bucket_bytes=options.bucket_bytes,
+            deadline_s=options.deadline_s,
+        )
+
+    def offer(self, version: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Send these to who asks from now on.
+
+        Engines that still take what was offered before have the deadline to end that.
+
+        Args:
+            version: What they are.
+            tensors: Iterated anew for each engine, in its thread; must not change until they are withdrawn.
+
+        Raises:
+            NotReadyError: The sender is closed.
+        """
+        if self._is_closed:
+            raise NotReadyError("the weight transport is closed. Make a new one.")
+        self._replace((version, tensors))
+
+    def withdraw(self) -> None:
+        """Send nothing any more; engines that are under way have the deadline to end."""
+        self._replace(None)
+
+    def expect(self, num_receivers: int) -> None:
+        """Change how many engines are expected."""
+        with self._changed:
+            self._num_receivers = num_receivers
+            self._listen_while_needed()
+
+    def close(self) -> None:
+        """Withdraw, and leave every engine. Can be called twice."""
+        self._listener.close()
+        with self._changed:
+            self._is_closed = True
+        self._replace(None)
+        with self._changed:
+            serving = dict(self._serving)
+        for thread, connection in serving.items():
+            hang_up(connection)
+            thread.join()
+
+    def _replace(self, packed: tuple[int, Iterable[torch.Tensor]] | None) -> None:
+        with self._changed:
+            self._packed = None  # nobody else begins
+            if not self._changed.wait_for(lambda: not self._num_sending, self.meeting.deadline_s):
+                for engine in self._engines.values():
+                    if engine.is_served:
+                        log.warning("engine_given_up deadline_s=%g", self.meeting.deadline_s)
+                        engine.hang_up()
+                self._changed.wait_for(lambda: not self._num_sending)
+            self._packed = packed
+
+    # -- in a thread of each connection
+
+    def _serve(self, connection: socket.socket) -> None:
+        thread = threading.current_thread()
+        with self._changed:
+            if self._is_closed:
+                connection.close()
+                return
+            self._serving[thread] = connection
+        try:
+            hello = receive_message(connection, deadline_s=self.meeting.deadline_s)
+            if "rank" in hello:
+                self._take_worker(connection, hello)
+            else:
+                self._serve_engine(connection, hello)
+        except (OSError, RLError, KeyError) as error:
+            log.warning("weights_not_sent error=%r", error)
+            connection.close()
+        finally:
+            with self._changed:
+                del self._serving[thread]
+
+    def _take_worker(self, connection: socket.socket, hello: Mapping[str, Any]) -> None:
+        with self._changed:
+            engine = self._engines[str(hello["engine"])]
+            rank = _number(hello, "rank", most=engine.num_workers)
+            if rank in engine.workers:
+                raise TransferError(f"a worker of rank {rank} is there already")
+            engine.workers[rank] = connection
+            self._listen_while_needed()
+            self._changed.notify_all()
+
+    def _serve_engine(self, connection: socket.socket, hello: Mapping[str, Any]) -> None:
+        name = str(hello["engine"])
+        engine = _Engine(connection, num_workers=_number(hello, "num_workers", most=MAX_WORKERS))
+        with self._changed:
+            self._engines[name] = engine
+        try:
+            while True:
+                try:
+                    request = receive_message(connection, deadline_s=math.inf)
+                except OSError:
+                    return  # it has ended, or is ended
+                self._answer(name, engine, request)
+        finally:
+            with self._changed:
+                del self._engines[name]
+                self._listen_while_needed()
+            engine.close()
+
+    def _answer(self, name: str, engine: _Engine, request: Mapping[str, Any]) -> None:
+        """Send what is offered to one engine; what goes wrong, the engine's workers notice by themselves."""
+        deadline_s = self.meeting.deadline_s
+        with self._changed:
+            packed = self._packed
+            refusal = _refusal(request, packed)
+            self._num_sending += 1
+            engine.is_served = True
+        try:
+            send_message(engine.connection, {"refusal": refusal}, deadline_s=deadline_s)
+            if packed is None or refusal is not None:
+                return
+            if not receive_message(engine.connection, deadline_s=deadline_s)["goes_on"]:
+                return  # another one of its senders refused
+            if engine.group is None:
+                engine.group = self._meet(name, engine)
+            engine.group.send(packed[1])
+        finally:
+            with self._changed:
+                self._num_sending -= 1
+                engine.is_served = False
+                self._changed.notify_all()
+
+    def _meet(self, name: str, engine: _Engine) -> BroadcastGroup:
+        with self._changed:
+            if not self._changed.wait_for(lambda: engine.is_whole, self.meeting.deadline_s):
+                raise TransferError(
+                    f"{len(engine.workers)} of {engine.num_workers} workers of engine {name} came within "
+                    f"{self.meeting.deadline_s:g} s"
+                )
+        workers = [connection for _, connection in sorted(engine.workers.items())]
+        return BroadcastGroup(
+            self.meeting,
+            name,
+            rank=SENDER,
+            size=len(workers) + 1,
+            device=self._device,
+            connections=workers,
+            engine=engine.connection,
+        )
+
+    def _listen_while_needed(self) -> None:
+        """`_changed` is held."""
+        num_here = sum(engine.is_whole for engine in self._engines.values())
+        self._listener.set_open(self._num_receivers is None or num_here < self._num_receivers)
+
+
+def _number(hello: Mapping[str, Any], name: str, *, most: int) -> int:
+    found = hello[name]
+    if not isinstance(found, int) or not 1 <= found <= most:
+        raise TransferError(f"{name} is 1 to {most}; found {found!r}")
+    return found
+
+
+def _refusal(request: Mapping[str, Any], packed: tuple[int, Iterable[torch.Tensor]] | None) -> str | None:
+    version = request.get("version")
+    if packed is not None and packed[0] == version:
+        return None
+    offered = "none" if packed is None else f"version {packed[0]}"
+    return f"the sender was asked for weights of version {version}; it has {offered}. Take the newer ones."

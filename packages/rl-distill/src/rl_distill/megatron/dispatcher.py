@@ -1,0 +1,119 @@
+"""Tokens to their experts and back where each rank has all experts: by sorting, without the host.
+
+megatron's dispatchers select by masks, for which the host must know how many there are, and so waits for the GPU.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import Tensor
+
+
+class LocalDispatcher(MoETokenDispatcher):  # type: ignore[misc]
+    """Sorts tokens by expert; the ranks that cut experts share all their tokens first.
+
+    Rows of an expert are in the order of their tokens, and a token's outputs are added in the order of its experts, as
+    megatron's dispatcher does.
+    """
+
+    def __init__(self, config: Any, *, pg_collection: Any) -> None:
+        """Take what megatron's dispatchers take.
+
+        Args:
+            config: megatron's TransformerConfig.
+            pg_collection: Its process groups.
+        """
+        super().__init__(config=config, pg_collection=pg_collection)
+        self._top_k, self._num_experts = config.moe_router_topk, config.num_moe_experts
+
+    def dispatch_preprocess(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a map of choices, the experts of each token.
+
+        Args:
+            hidden: [T, 1, hidden].
+            chosen: [T, experts] bool, True top_k times for each token.
+            probabilities: [T, experts].
+
+        Returns:
+            [T, hidden], and [T, top_k] probabilities of the experts, which are in ascending order.
+        """
+        self._shape = hidden.shape
+        places = torch.arange(self._num_experts, 0, -1, dtype=torch.int32, device=chosen.device)
+        self._experts = (chosen * places).topk(self._top_k, dim=-1).indices
+        return hidden.flatten(0, -2), probabilities.gather(-1, self._experts)
+
+    def token_dispatch(self, hidden: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather the tokens of all ranks that cut the same experts."""
+        if self.tp_size > 1:
+            hidden, shares = (
+                gather_from_sequence_parallel_region(one, group=self.tp_group) for one in (hidden, shares)
+            )
+            self._experts = gather_from_sequence_parallel_region(self._experts, group=self.tp_group)
+        return hidden, shares
+
+    def dispatch_postprocess(self, hidden: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sort by expert.
+
+        Returns:
+            [T * top_k, hidden] rows, [experts] how many each expert has, and the share [T * top_k] of each row.
+        """
+        experts = self._experts.flatten()
+        self._order = experts.argsort(stable=True)
+        ranks = torch.arange(len(experts), device=experts.device)
+        self._places = torch.empty_like(self._order).scatter_(0, self._order, ranks).view_as(self._experts)
+        counts = experts.new_zeros(self._num_experts).scatter_add_(0, experts, torch.ones_like(experts))
+        rows = _ToExperts.apply(hidden, self._order, self._places)  # type: ignore[no-untyped-call]
+        return rows, counts, shares.flatten().index_select(0, self._order)
+
+    def combine_preprocess(self, rows: Tensor) -> Tensor:
+        """[T, hidden] sums of each token's rows."""
+        return _FromExperts.apply(rows, self._order, self._places)  # type: ignore[no-any-return, no-untyped-call]
+
+    def token_combine(self, hidden: Tensor) -> Tensor:
+        """Sum over the ranks that cut the same experts, to each its own tokens."""
+        if self.tp_size == 1:
+            return hidden
+        return reduce_scatter_to_sequence_parallel_region(hidden, group=self.tp_group)  # type: ignore[no-any-return]
+
+    def combine_postprocess(self, hidden: Tensor) -> Tensor:
+        """[T, 1, hidden]."""
+        return hidden.view(self._shape)
+
+
+class _ToExperts(torch.autograd.Function):
+    """A row for each expert of each token; order [T * top_k] says of which, places [T, top_k] where they are."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return _spread(hidden, order, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _summed(grads[0], *ctx.saved_tensors), None, None
+
+
+class _FromExperts(torch.autograd.Function):
+    """The sum of each token's rows; neither way do several rows write to one place, so that sums have an order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(order, places)
+        return _summed(rows, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _spread(grads[0], *ctx.saved_tensors), None, None
+
+
+def _spread(hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    return hidden.index_select(0, order.div(places.shape[1], rounding_mode="floor"))
+
+
+def _summed(rows: Tensor, places: Tensor) -> Tensor:
+    return rows.index_select(0, places.flatten()).view(*places.shape, rows.shape[-1]).sum(1)

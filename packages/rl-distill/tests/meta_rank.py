@@ -1,0 +1,213 @@
+"""One rank of a GPU's learner in this process alone: its tensors on the meta device, its collectives doing nothing.
+
+Shapes, dtypes, devices and the branches that are taken are a GPU's. Tensors have no values: where the learner asks for
+numbers between its passes it gets ones, and in a pass nothing may ask.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import megatron.core.pipeline_parallel.p2p_communication as p2p
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch.optim import adam
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_distill.megatron import rank_model, setup
+from rl_distill.megatron.parallel import initialize_groups
+from rl_distill.megatron.rank_model import RankModel
+from rl_distill.megatron.setup import ModelPlan
+from rl_distill.options import ParallelOptions
+
+META = torch.device("meta")
+aten, c10d = torch.ops.aten, torch.ops.c10d
+
+WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_dim}
+"""What stops the host until a GPU has come so far; so do reads and writes by a mask."""
+
+BY_INDEX = {aten.index, aten.index_put, aten.index_put_}
+
+
+COALESCED = {
+    c10d.allreduce_coalesced_: 1,
+    c10d.allgather_into_tensor_coalesced_: 2,
+    c10d.reduce_scatter_tensor_coalesced_: 2,
+}
+"""Collectives that torch has no fake ones of, and which of their arguments is the group; a barrier stands in."""
+
+
+class WaitError(AssertionError):
+    """In a pass the host waits for the GPU, or an operation mixes tensors of both."""
+
+
+class AsOnGpu(TorchDispatchMode):
+    """Refuses what would wait in a pass, and answers with ones between passes.
+
+    Attributes:
+        is_in_pass: True within megatron's schedule.
+        num_dispatched: Rows that the all-to-all dispatcher is about to select, for which it does wait; None elsewhere.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_in_pass = False
+        self.num_dispatched: int | None = None
+
+    @contextlib.contextmanager
+    def in_pass(self) -> Iterator[None]:
+        """A forward or backward pass runs inside the context."""
+        self.is_in_pass = True
+        try:
+            yield
+        finally:
+            self.is_in_pass = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(_tensors((*args, *kwargs.values())))
+        on_gpu = [one for one in tensors if one.device.type == "meta"]
+        packet = func.overloadpacket
+        if packet in (aten._to_copy, aten.copy_):
+            self._check_copy(func, tensors, kwargs)
+        elif on_gpu and any(one.device.type != "meta" and one.ndim for one in tensors):
+            raise WaitError(f"{func} of tensors on {[str(one.device) for one in tensors]}")
+        if packet is aten.masked_select and self.num_dispatched is not None:
+            return on_gpu[0].new_empty(self.num_dispatched)
+        if on_gpu and (packet in WAITS or (packet in BY_INDEX and _selects_by_mask(*args))):
+            if self.is_in_pass:
+                raise WaitError(f"{func} of {[list(one.shape) for one in on_gpu]} waits for the GPU")
+            if packet is aten._local_scalar_dense:
+                return torch.ones((), dtype=on_gpu[0].dtype).item()
+        if on_gpu and packet is aten._to_copy and torch.device(kwargs.get("device") or META).type == "cpu":
+            return torch.ones(on_gpu[0].shape, dtype=kwargs.get("dtype") or on_gpu[0].dtype)
+        if packet in COALESCED:
+            return c10d.barrier.default(torch.empty(0, device=META), args[COALESCED[packet]], [])
+        return func(*args, **kwargs)
+
+    def dispatch(self, dispatcher: Any, routing_map: torch.Tensor) -> torch.Tensor:
+        """In the place of megatron's `preprocess`, which fetches what no meta tensor has: experts get nearly as many.
+
+        Args:
+            dispatcher: A MoEAlltoAllTokenDispatcher.
+            routing_map: [T, experts] bool.
+
+        Returns:
+            [experts of this rank] rows of each, on the CPU.
+        """
+        ep, tp = dispatcher.ep_size, dispatcher.tp_size
+        self.num_dispatched = dispatcher.num_out_tokens = len(routing_map) * dispatcher.config.moe_router_topk
+        places = torch.arange(self.num_dispatched) % dispatcher.num_experts
+        counts = torch.bincount(places, minlength=dispatcher.num_experts)
+        own = counts[dispatcher.local_expert_indices]
+        dispatcher.input_splits = counts.view(ep, -1).sum(1).numpy()
+        dispatcher.output_splits = np.full(ep, int(own.sum()))
+        dispatcher.output_splits_tp = np.full(tp, int(own.sum()) * ep)
+        dispatcher.num_global_tokens_per_local_expert = own.repeat(tp * ep, 1)
+        return own * tp * ep
+
+    def _check_copy(self, func: Any, tensors: list[torch.Tensor], kwargs: Any) -> None:
+        """In a pass a copy between host and GPU must not be waited for."""
+        source, target = tensors[-1].device, torch.device(kwargs.get("device") or tensors[0].device)
+        if self.is_in_pass and source != target and not kwargs.get("non_blocking"):
+            raise WaitError(f"{func} of {list(tensors[-1].shape)} from {source} to {target} waits")
+
+
+def _selects_by_mask(_self: Any, indices: list[Any], values: torch.Tensor | None = None, *_: Any) -> bool:
+    """True where the number of elements is not known before; a single value is written by `masked_fill`."""
+    is_one = values is not None and values.numel() == 1
+    return not is_one and any(one is not None and one.dtype == torch.bool for one in indices)
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for one in arguments:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from _tensors(one)
+
+
+def become_rank(rank: int, parallel: ParallelOptions) -> None:
+    """Make this process a rank of a layout; it can be called again."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.ranks)
+    initialize_groups(parallel, seed=0)
+
+
+@contextlib.contextmanager
+def as_on_gpu(*, length: int, hidden_size: int) -> Iterator[AsOnGpu]:
+    """Inside the context models are built on the meta device, and their steps are watched.
+
+    Args:
+        length: Tokens of each micro-batch on a rank, as pipeline stages would tell one another.
+        hidden_size: Of the model.
+    """
+    mode, schedule = AsOnGpu(), rank_model.get_forward_backward_func
+    dispatch_preprocess = MoEAlltoAllTokenDispatcher.dispatch_preprocess
+
+    def watched() -> Callable[..., Any]:
+        def run(**kwargs: Any) -> Any:
+            with mode.in_pass():
+                return schedule()(**kwargs)
+
+        return run
+
+    def shapes(*_: Any, **__: Any) -> tuple[list[int], list[int]]:
+        return [length, 1, hidden_size], [length, 1, hidden_size]
+
+    def dispatch(dispatcher: Any, *args: Any) -> Any:
+        try:
+            return dispatch_preprocess(dispatcher, *args)
+        finally:
+            mode.num_dispatched = None
+
+    watching = (
+        (MoEAlltoAllTokenDispatcher, "preprocess", lambda *args: mode.dispatch(*args)),
+        (MoEAlltoAllTokenDispatcher, "dispatch_preprocess", dispatch),
+        (rank_model, "get_forward_backward_func", watched),
+        (p2p.P2PCommunicator, "_communicate_shapes", shapes),
+        (adam, "_device_dtype_check_for_fused", lambda *_, **__: None),  # its list of devices lacks this one
+    )
+    with replaced(*watching), mode:
+        yield mode
+
+
+@contextlib.contextmanager
+def replaced(*values: tuple[Any, str, Any]) -> Iterator[None]:
+    """Inside the context, attributes (owner, name) have other values."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
+    for owner, name, value in values:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def build(plan: ModelPlan, *, is_large: bool = False) -> RankModel:
+    """This rank's part of a model.
+
+    Args:
+        plan: What to build.
+        is_large: Build on the meta device, without memory; else in the host's, from where the learner moves it.
+    """
+    if not is_large:
+        return RankModel(plan, device=META)
+    with replaced((rank_model, "build_chunks", _build_without_memory), (setup, "random_tensor", _without_memory)):
+        return RankModel(plan, device=META)
+
+
+def _build_without_memory(*args: Any, **kwargs: Any) -> list[Any]:
+    with META:
+        return setup.build_chunks(*args, **kwargs)
+
+
+def _without_memory(name: str, shape: tuple[int, ...], plan: ModelPlan) -> torch.Tensor:
+    return torch.empty(shape, device=META)
