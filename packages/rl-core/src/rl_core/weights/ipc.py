@@ -20,6 +20,8 @@ from rl_core.weights.digests import TensorDigest, digest_tensors, to_host
 from rl_core.weights.transports import FOLDER_PREFIX, SHARED_MEMORY
 from rl_core.weights.update import AdapterUpdate, SharedBucket, SharedBuckets, WeightUpdate
 
+__all__ = ["HostMemory", "IpcTransport", "opened"]
+
 DEFAULT_BUCKET_BYTES = 256 * 2**20
 ALIGNMENT = 256
 """Bytes at whose multiples tensors begin; the first of a bucket are its stamp."""

@@ -6,10 +6,10 @@ zeros. The sums, modulo 2**64, are
     first  = sum of (2 i + 1) w[i]
     second = sum of BASE**i w[i]
 
-Every factor is odd, so that each sum changes with any single word. Factors of two places differ by less than a power
-of two at which a difference of words could vanish, so that each also changes when two different words change places.
-Integers wrap alike on every device, in whatever order they are added. Both sums are linear: those of the rectangles of
-a tensor, each at its place, add up to those of the whole (`rectangle_sums`).
+Every factor is odd, so that each sum changes with any single word. In tensors of fewer than 2**31 words no two factors
+are equal modulo 2**33, so that each sum also changes when two different words change places. Integers wrap alike on
+every device, in whatever order they are added. Both sums are linear: those of the rectangles of a tensor, each at its
+place, add up to those of the whole (`rectangle_sums`).
 
 They find faults, and keep nobody out: who can change the weights can also change them so that the sums stay.
 """
