@@ -35,6 +35,8 @@ def test_a_vector_is_its_own_probe_and_a_copy():
     probe = probe_tensor(scale)
     scale.zero_()
     assert probe.tolist() == [1.0, -2.0]
+    (digest,) = digest_tensors({"a": torch.arange(6.0)[::2]}).values()
+    assert digest.probe.tolist() == [0.0, 2.0, 4.0]
 
 
 def test_low_precision_is_probed_in_float32():

@@ -199,7 +199,7 @@ def to_host(tensors: Sequence["torch.Tensor"]) -> list["torch.Tensor"]:
     found: dict[int, torch.Tensor] = {}
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         here = [index for index, tensor in enumerate(tensors) if tensor.device == device]
-        joined = torch.cat([tensors[index].reshape(-1).view(torch.uint8) for index in here]).cpu()
+        joined = torch.cat([tensors[index].contiguous().reshape(-1).view(torch.uint8) for index in here]).cpu()
         for index, part in zip(here, torch.split(joined, [tensors[index].nbytes for index in here]), strict=True):
             found[index] = part.clone().view(tensors[index].dtype).reshape(tensors[index].shape)
     return [found[index] for index in range(len(tensors))]
