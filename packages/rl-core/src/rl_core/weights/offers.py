@@ -123,7 +123,7 @@ def join_offers(
             found = ", ".join(f"{list(one.sizes)} at {list(one.offsets)}" for one in of_tensor) or "none"
             whole = f" of shape {list(digests[name].shape)}" if name in digests else ""
             raise WeightProofError(
-                f"the rectangles that the ranks offer must make up tensor {name!r}{whole}, without a gap or an overlap; "
+                f"the rectangles that the ranks offer must make up tensor {name!r}{whole} without gap or overlap; "
                 f"found {found}. Nothing was published.",
                 tensor=name,
             )
