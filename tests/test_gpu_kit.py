@@ -47,7 +47,8 @@ def test_the_short_form_measures_everything_and_is_continued(gpu: ModuleType, tm
     assert ours["loss_difference"] < 1e-3  # the sides have the same weights and tokens
     assert ours["times_as_fast_as_transformers"] > 0
     assert shared["num_computed_tokens"] < shared["num_tokens"]
-    assert shared["bound"] > 1
+    assert rows["ours-4b/bound"]["bound"] > 1
+    assert rows["ours-4b/bound"]["share_of_bound"] > 0
     assert rows["weights-4b/publish_and_prove"]["gb_per_s"] > 0
     assert rows["distillation/top_k_forward_kl"]["loss_difference"] < 1e-4
     assert rows["queue/lease_to_device"]["gb"] > 0
