@@ -229,7 +229,7 @@ class LearnerHost:
                 raise NotReadyError("the learner has not been started.")
             canary = learners.canary(self._canary_sequences, replays=self._options.replays)
             packed = learners.pack(transport, version=version, steps_on=True)
-        is_live = packed.broadcast is not None or canary.logprobs is None
+        is_live = packed.is_sent or canary.logprobs is None
         pack_s = time.perf_counter() - started
         return PackedWeights(update=packed, canary=canary, step=self.step, pack_s=pack_s, is_live=is_live)
 

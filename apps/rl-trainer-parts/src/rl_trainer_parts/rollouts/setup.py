@@ -10,7 +10,7 @@ import numpy as np
 from rl_core import Batch, Prompt, Ragged, TaskSpec, Trajectory, TransferQueue
 from rl_core.errors import DataError
 from rl_core.weights import SharedFileTransport, TensorTransport, WeightTransport
-from rl_core.weights.broadcast import BroadcastTransport
+from rl_core.weights.broadcast import BroadcastTransport, DirectTransport, SenderOptions
 from rl_distill.objectives import component_columns, with_reward_components
 from rl_distill.teacher import teacher_task
 from rl_rollout import AuditOptions, Rollout, RolloutOptions
@@ -81,13 +81,14 @@ def make_transport(settings: Settings, *, is_in_process: bool | None = None) -> 
         return TensorTransport()
     if weights.transport == "file":
         return SharedFileTransport()
-    return BroadcastTransport(
-        backend=weights.transport,
+    options = SenderOptions(
+        backend="tcp" if weights.transport == "direct" else weights.transport,
         host=weights.host,
         bucket_bytes=weights.bucket_mib << 20,
         deadline_s=weights.deadline_s,
         num_receivers=settings.replicas.count,
     )
+    return DirectTransport(options) if weights.transport == "direct" else BroadcastTransport(options)
 
 
 @contextmanager

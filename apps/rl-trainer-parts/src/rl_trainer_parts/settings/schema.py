@@ -156,13 +156,15 @@ class WeightSettings:
     Attributes:
         transport: "file" (in shared memory of this machine; an engine elsewhere gets its bytes), or buckets over the
             network by "tcp" (CPUs; "gloo" is its earlier name) or "nccl" (GPUs; engine and learner need different
-            ones).
-        host: Address of this machine, as the engines reach it; for tcp and nccl. Nothing listens on another one.
-        bucket_mib: Size of a bucket.
+            ones); or "direct", for a model that is too large for one process: each rank of the learner sends what it
+            holds, by nccl from GPUs and by tcp from CPUs. An engine that is started again while weights change waits
+            for the next ones then.
+        host: Address of this machine, as the engines reach it, for all but file. Nothing listens on another one.
+        bucket_mib: Size of a bucket; with direct, of those of all ranks together.
         deadline_s: Longest wait for a bucket.
     """
 
-    transport: Literal["file", "tcp", "gloo", "nccl"] = "file"
+    transport: Literal["file", "tcp", "gloo", "nccl", "direct"] = "file"
     host: str = "127.0.0.1"
     bucket_mib: int = 256
     deadline_s: float = 60.0

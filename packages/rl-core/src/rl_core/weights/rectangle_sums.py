@@ -95,7 +95,7 @@ def rectangle_sums(values: torch.Tensor, offsets: Sequence[int], shape: Sequence
     """
     rows, first, stride = _words(values.detach(), offsets, shape)
     total = torch.zeros(2, dtype=torch.int64, device=values.device)
-    for part in rows.split(max(1, CHUNK_WORDS // max(1, rows.shape[1]))) if rows.numel() else ():
+    for part in torch.split(rows, max(1, CHUNK_WORDS // max(1, rows.shape[1]))) if rows.numel() else ():
         total += _row_sums(part, first, stride)
         first += len(part) * stride
     return total
@@ -122,7 +122,7 @@ def _probe(values: torch.Tensor, rectangle: Rectangle, shape: Sequence[int]) -> 
         return values.detach().float().reshape(-1)
     first, width = rectangle.offsets[1], rectangle.sizes[1]
     vector = probe_vector(shape[1])[first : first + width].to(values.device)
-    parts = values.detach().split(max(1, CHUNK_WORDS // max(1, width)))
+    parts = torch.split(values.detach(), max(1, CHUNK_WORDS // max(1, width)))
     return torch.cat([part.float() @ vector for part in parts])
 
 

@@ -152,6 +152,11 @@ class WeightUpdate:
     adapter: AdapterUpdate | None = None
 
     @property
+    def is_sent(self) -> bool:
+        """Whether the tensors come over the network."""
+        return self.broadcast is not None or bool(self.sources)
+
+    @property
     def served(self) -> dict[str, TensorDigest]:
         """Digest of each tensor that an engine must serve after the update: an adapter's, and those of its base."""
         return {**(self.adapter.base if self.adapter is not None else {}), **self.digests}

@@ -1,14 +1,17 @@
 """A rank's tensors by Hugging Face name: those that it exports, those that a checkpoint has, and what they take."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX
+from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Rectangle
+from rl_core.weights.broadcast import HeldRectangle
 from rl_distill.architecture.model_memory import RankMemory
+from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.torch_dist import Piece
 from rl_distill.megatron.convert import Block, Shard
 from rl_distill.megatron.lora import PARAMETER
@@ -75,6 +78,23 @@ class RankTensors:
             ]
         added = {block.name: block for block in adapter} if what == "weights" else {}
         return [_piece(block, _merged(block, added, scaling)) for block in self._own(self._blocks(self._base()))]
+
+    def held(self) -> list[HeldRectangle]:
+        """What this rank gives out of the weights, an adapter merged into them, in the order of the tensors.
+
+        Each is read when it is asked for, where it is: until then it is as the weights are.
+        """
+        adapter, scaling = self._blocks(self._adapter()), self._plan.lora.scaling if self._plan.lora.rank else 1.0
+        added = {block.name: block for block in adapter}
+        places = {name: place for place, name in enumerate(tensor_shapes(self._plan.source.config))}
+        return [
+            HeldRectangle(
+                rectangle=Rectangle(block.name, block.offsets, block.sizes),
+                shape=block.shape,
+                read=partial(_merged, block, added, scaling),
+            )
+            for block in sorted(self._own(self._blocks(self._base())), key=lambda one: (places[one.name], one.offsets))
+        ]
 
     def state_pieces(self) -> list[Piece]:
         """Copies of this rank's part of what a checkpoint has: float32 weights and Adam's moments, or an adapter's."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from rl_core.data import Batch, Ragged, token_positions
 from rl_core.errors import CheckpointError
 from rl_core.record_fields import converts_arguments
+from rl_core.weights import WeightUpdate
+from rl_core.weights.broadcast import SenderOptions, join_offers
 from rl_distill.architecture.lora_targets import adapted_modules
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter
@@ -218,6 +220,25 @@ class TrainedModel(RankedModel):
     def export_weights(self) -> Mapping[str, Tensor]:
         """All weights by Hugging Face name, on the CPU; views where this process has them, until the next step."""
         return self._export("weights", self._shapes())
+
+    def offer_weights(self, options: SenderOptions, *, version: int) -> WeightUpdate:
+        """Have every rank send what it holds to engines that ask, until the weights change.
+
+        Args:
+            options: How; a rank on a GPU sends by NCCL, and all share the bytes of a bucket.
+            version: What they are called.
+
+        Raises:
+            WeightProofError: What the ranks hold does not make up a tensor; the message names it.
+        """
+        check_open(self._is_open)
+        offers = self._ranks.call_all("offer", self._name, options, version=version)
+        return join_offers(offers, self._shapes(), version=version, tied=self.tied)
+
+    def expect_engines(self, num_receivers: int) -> None:
+        """Change how many engines the ranks expect; for any thread."""
+        check_open(self._is_open)
+        self._ranks.expect_engines(self._name, num_receivers)
 
     def _export(self, what: Exported, names: Iterable[str]) -> dict[str, Tensor]:
         """Whole tensors in the order of their names, from what the ranks have of them."""

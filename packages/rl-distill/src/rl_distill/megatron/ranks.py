@@ -118,6 +118,12 @@ class LearnerRanks:
         deadline_s = self._call_deadline_s
         return self._together(lambda ranks: ranks.call_all("wait_for_save", directory, deadline_s=deadline_s))
 
+    def expect_engines(self, name: str, num_receivers: int) -> None:
+        """Have every rank's sender of a model expect so many engines; for any thread, also while another one waits."""
+        if self._host is None:
+            deadline_s = self._call_deadline_s
+            self._together(lambda ranks: ranks.call_all("expect_engines", name, num_receivers, deadline_s=deadline_s))
+
     def stacks(self, *, deadline_s: float) -> list[str]:
         """What each rank does right now; for any thread, also while another one waits for a call.
 

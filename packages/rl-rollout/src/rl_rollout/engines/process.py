@@ -101,7 +101,7 @@ class EngineCalls:
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`; the file's content travels where the engine cannot see the file."""
-        if update.broadcast is not None:
+        if update.is_sent:
             return await self._take(replace(update, tensors=None), None)
         if update.file is None:
             raise EngineError(

@@ -14,12 +14,16 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from rl_core.errors import EngineError
 from rl_core.weights import WeightReceipt, WeightUpdate, probe_tensor, tensor_crc32c
+from rl_core.weights.rectangle_sums import whole_checksum
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer, max_positions
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure, TokenScores
 from rl_rollout.engines.sampling import draw_tokens, processed_logprobs
 from rl_rollout.engines.stepper import Sample
+from rl_rollout.engines.weight_arrival import WeightArrival
 from rl_rollout.engines.weight_checks import (
+    Shapes,
+    announced_tensors,
     base_tensors,
     check_adapter,
     check_update,
@@ -70,6 +74,7 @@ class TransformersStepper:
         self._waiting: list[Sample] = []
         self._batches: list[_Batch] = []
         self._adapter = None if adapter is None else adapter(self._model, options.lora_target_modules)
+        self._arrival = WeightArrival(torch.device(options.device))
         self._served = self._served_base = _Served(0)
         vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         self._traits = EngineTraits(
@@ -115,22 +120,34 @@ class TransformersStepper:
     @torch.inference_mode()
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `Stepper.update_weights`."""
-        tensors = update_tensors(update)
         live = self._base()
         shapes = {name: tuple(live[name].shape) for name in live if name not in update.tied}
+        adapter: Mapping[str, torch.Tensor] = {}
         if update.adapter is None:
-            check_update(update, tensors, shapes)
-            for name, tensor in tensors.items():
-                live[name].copy_(tensor)
+            arrived = self._replace(update, live, shapes)
         else:
-            check_adapter(update, tensors, shapes, self._traits)
+            adapter = announced_tensors(update) if update.is_sent else update_tensors(update)
+            check_adapter(update, adapter, shapes, self._traits)
+            if update.is_sent:
+                adapter = dict(self._arrival.arriving(update))
+            arrived = {name: tensor_crc32c(tensor) for name, tensor in adapter.items()}
         if self._adapter is not None:
-            self._adapter.replace(tensors if update.adapter is not None else {})
+            self._adapter.replace(adapter)
         self._served = _Served(update.version)
         if update.adapter is None:
             self._served_base = self._served
         self._forget_old()
-        return self._receipt(update, tensors)
+        return self._receipt(arrived, adapter)
+
+    def _replace(self, update: WeightUpdate, live: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[str, int]:
+        """Take all weights; gives the checksum of each tensor as it arrived."""
+        tensors = announced_tensors(update) if update.is_sent else update_tensors(update)
+        check_update(update, tensors, shapes)
+        arrived: dict[str, int] = {}
+        for name, tensor in self._arrival.arriving(update) if update.is_sent else tensors.items():
+            live[name].copy_(tensor)
+            arrived[name] = tensor_crc32c(tensor) if not update.sources else whole_checksum(tensor)
+        return arrived
 
     def reset_prefix_cache(self) -> None:
         """See `Stepper.reset_prefix_cache`; nothing is kept from one batch to the next."""
@@ -149,6 +166,7 @@ class TransformersStepper:
 
     def close(self) -> None:
         """See `Stepper.close`."""
+        self._arrival.close()
         self._batches.clear()
         self._waiting.clear()
         del self._model
@@ -168,8 +186,7 @@ class TransformersStepper:
                 for sample in batch.samples:
                     sample.num_preempted += 1
 
-    def _receipt(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> WeightReceipt:
-        arrived = {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
+    def _receipt(self, arrived: Mapping[str, int], adapted: Mapping[str, torch.Tensor]) -> WeightReceipt:
         live = {name: probe_tensor(tensor) for name, tensor in self._base().items()}
         problems = [
             f"{len(batch.samples)} samples go on with what version {batch.served.version} computed of them."
@@ -177,7 +194,6 @@ class TransformersStepper:
             if batch.cache is not None and batch.served is not self._served_to(batch.adapter)
         ]
         if self._adapter is not None:
-            adapted = tensors if update.adapter is not None else {}
             live |= self._adapter.live(adapted)
             problems += self._adapter.problems(adapted)
         return WeightReceipt(version=self._served.version, arrived=arrived, live=live, problems=tuple(problems))

@@ -22,7 +22,7 @@ from vllm.v1.outputs import LogprobsTensors
 from rl_core.data import FinishReason as OurFinishReason
 from rl_core.errors import DeadlineError, EngineError, TransferError, WeightsGoneError
 from rl_core.weights import WeightReceipt, WeightUpdate
-from rl_core.weights.broadcast import BroadcastReceiver
+from rl_core.weights.broadcast import WeightSources, receive_plan
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.protocol import EngineTraits, Structure, TokenScores
@@ -33,7 +33,7 @@ from rl_rollout.engines.vllm.environment import unchanged_process
 from rl_rollout.engines.vllm.expert_capture import WITH_EXPERTS, ExpertRows
 from rl_rollout.engines.vllm.live_weights import join_parts
 from rl_rollout.engines.vllm.structures import STRUCTURES, StructuredOutputs, constrain, failure_of
-from rl_rollout.engines.vllm.update import expected_probes, join_arrived, receive_request, update_shapes, workers_source
+from rl_rollout.engines.vllm.update import expected_probes, join_arrived, update_shapes, workers_source
 from rl_rollout.engines.vllm.worker_processes import WorkerWatch, unlink_queues, worker_environment
 from rl_rollout.engines.weight_checks import check_adapter, check_update, tensor_shapes
 
@@ -78,7 +78,7 @@ class VLLMStepper:
         self._num_idle_steps = 0
         self._version = 0
         self._num_ranks = options.tensor_parallel_size
-        self._receiver = BroadcastReceiver(num_workers=self._num_ranks)
+        self._sources = WeightSources(num_workers=self._num_ranks)
         self._engine = self._start_engine(model_dir, options)
         _engines_in_process.add(id(self))
         self._client: Any = self._engine.engine_core
@@ -166,16 +166,15 @@ class VLLMStepper:
         """What arrived at each rank."""
         what, detail = ("adapter", update.version) if update.adapter is not None else ("all_weights", list(update.tied))
         arrived: list[dict[str, int]]
-        if update.broadcast is None:
+        if not update.is_sent:
             with workers_source(update, is_shared=self._num_ranks > 1) as source:
                 arrived = self._core.collective_rpc(f"replace_{what}", args=(source, detail))
             return arrived
         try:
-            meeting = self._receiver.announce(update)
+            joined = self._sources.announce(update)
         except (TransferError, DeadlineError) as error:  # nothing is replaced yet
             raise WeightsGoneError(str(error)) from error
-        args = (meeting, self._receiver.name, receive_request(update))
-        arrived = self._core.collective_rpc(f"receive_{what}", args=args)
+        arrived = self._core.collective_rpc(f"receive_{what}", args=(joined, receive_plan(update)))
         return arrived
 
     def reset_prefix_cache(self) -> None:
@@ -198,7 +197,7 @@ class VLLMStepper:
     def close(self) -> None:
         """See `Stepper.close`."""
         self._watch.stop()
-        self._receiver.close()
+        self._sources.close()
         with _kept_process_group(is_kept=not self._owns_process_group):
             self._client.shutdown()
         _engines_in_process.discard(id(self))

@@ -12,9 +12,7 @@ from rl_core.data import FloatArray
 from rl_core.errors import EngineError
 from rl_core.files import locked_folder
 from rl_core.weights import FOLDER_PREFIX, SHARED_MEMORY, WeightUpdate
-from rl_core.weights.broadcast import TensorSpec
-from rl_rollout.engines.vllm.broadcast import ReceiveRequest
-from rl_rollout.engines.weight_checks import update_file
+from rl_rollout.engines.weight_checks import announced_tensors, update_file
 
 WeightSource = Mapping[str, torch.Tensor] | Path
 """Where workers take tensors from: this process, or a safetensors file."""
@@ -27,8 +25,8 @@ def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
         EngineError: The update has no tensors.
         WeightsGoneError: Its file is gone or torn.
     """
-    if update.broadcast is not None:
-        return {name: torch.empty(digest.shape, device="meta") for name, digest in update.digests.items()}
+    if update.is_sent:
+        return announced_tensors(update)
     if update.tensors is not None:
         return {name: tensor.to("meta") for name, tensor in update.tensors.items()}
     with update_file(update) as file, safe_open(file, framework="pt") as tensors:
@@ -57,12 +55,6 @@ def workers_source(update: WeightUpdate, *, is_shared: bool) -> Iterator[WeightS
             file = folder / "weights.safetensors"
             save_file({name: tensor.detach().contiguous().cpu() for name, tensor in update.tensors.items()}, file)
             yield file
-
-
-def receive_request(update: WeightUpdate) -> ReceiveRequest:
-    """What workers are told of an update that is broadcast."""
-    specs = [TensorSpec(name, tuple(digest.shape), digest.dtype) for name, digest in update.digests.items()]
-    return ReceiveRequest(specs=specs, tied=list(update.tied), version=update.version)
 
 
 def expected_probes(update: WeightUpdate) -> dict[str, FloatArray]:

@@ -19,10 +19,11 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from rl_core.data import ExpertArray
-from rl_core.weights import Broadcast, tensor_crc32c
+from rl_core.weights import tensor_crc32c
+from rl_core.weights.broadcast import JoinedSource, ReceivePlan
 from rl_rollout.engines.vllm.adapter_products import multiply_at_once
 from rl_rollout.engines.vllm.adapter_slot import AdapterSlot
-from rl_rollout.engines.vllm.broadcast import ReceiveRequest, receive_all, receive_tensors
+from rl_rollout.engines.vllm.broadcast import receive_all, receive_tensors
 from rl_rollout.engines.vllm.expert_capture import ExpertStore, KeptRows
 from rl_rollout.engines.vllm.live_weights import LiveParts, live_parts
 from rl_rollout.engines.vllm.mixtures import before_reload, keep_cpu_experts, loader_names, noted
@@ -66,9 +67,9 @@ class WorkerExtension:
             return {name: checksum.result() for name, checksum in sums.items()}
 
     @torch.inference_mode()
-    def receive_all_weights(self, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, int]:
-        """As `replace_all_weights`, of tensors that a sender broadcasts; see `receive_all`."""
-        arrived = receive_all(self, meeting, engine, request)
+    def receive_all_weights(self, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, int]:
+        """As `replace_all_weights`, of tensors that come over the network; see `receive_all`."""
+        arrived = receive_all(self, sources, plan)
         repack_output_head(self.model_runner.get_model())
         self._drop_adapter()
         return arrived
@@ -87,9 +88,9 @@ class WorkerExtension:
             return self._slot.replace(dict(tensors), version)
 
     @torch.inference_mode()
-    def receive_adapter(self, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, int]:
-        """As `replace_adapter`, of tensors that a sender broadcasts."""
-        return self._slot.replace(receive_tensors(self, meeting, engine, request), request.version)
+    def receive_adapter(self, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, int]:
+        """As `replace_adapter`, of tensors that come over the network."""
+        return self._slot.replace(receive_tensors(self, sources, plan), plan.version)
 
     def follow_adapter(self, loras: Mapping[str, Any]) -> None:
         """See `AdapterSlot.follow`."""
