@@ -155,17 +155,17 @@ class Group:
 
 
 PLAN = (
-    Group(name="ours-4b", kind="ours", shape="4b", rows=("4k", BOUND, "bound", "32k", "4k_shared"), least_s=40),
+    Group(name="ours-4b", kind="ours", shape="4b", rows=("4k", BOUND, "bound", "4k_shared", "32k"), least_s=40),
     Group(name="transformers-4b", kind="transformers", shape="4b", rows=("4k",), least_s=40),
     Group(name="ours-30b-a3b", kind="ours", shape="30b-a3b", rows=("4k", "32k"), least_s=45),
     Group(name="weights-4b", kind="weights", shape="4b", rows=("publish_and_prove",), least_s=40),
     Group(name="distillation", kind="distillation", rows=("top_k_forward_kl",)),
-    Group(name="ours-0.6b", kind="ours", shape="0.6b", rows=("4k", BOUND, "bound", "32k", "32k_shared")),
+    Group(name="ours-0.6b", kind="ours", shape="0.6b", rows=("4k", BOUND, "bound", "32k_shared", "32k")),
     Group(name="queue", kind="queue", rows=("lease_to_device",)),
     Group(name="transformers-0.6b", kind="transformers", shape="0.6b", rows=("4k", "32k")),
     Group(name="transformer-engine-4b", kind="transformer_engine", shape="4b", rows=("4k",), least_s=40),
     Group(name="megatron-4b", kind="megatron", shape="4b", rows=("4k",), least_s=40),
-    Group(name="ours-1.7b", kind="ours", shape="1.7b", rows=("4k", "32k", "4k_shared"), least_s=30),
+    Group(name="ours-1.7b", kind="ours", shape="1.7b", rows=("4k", "4k_shared", "32k"), least_s=30),
     Group(name="transformers-1.7b", kind="transformers", shape="1.7b", rows=("4k",), least_s=30),
     Group(name="transformers-4b-32k", kind="transformers", shape="4b", rows=("32k",), least_s=40),
 )

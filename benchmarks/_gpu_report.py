@@ -18,7 +18,7 @@ WANTED = (
 )
 """What is wanted of one H200: of which measurement, and of what of it."""
 _AT_MOST = ("wall_s",)
-SAME = ("device", "torch", "commit", "is_quick")
+SAME = ("device", "torch", "is_quick")
 """What must be as it was, for a report to be continued."""
 AGREEMENT = 3e-2
 """Largest relative difference of the sides' losses, in bfloat16."""
@@ -64,7 +64,7 @@ class Report:
             is_fresh: Begin anew though there is one.
 
         Raises:
-            ValueError: The file's report is of another machine or program, or is none.
+            ValueError: The file's report is of another machine or torch, or is none.
         """
         self.file = file
         self.content: dict[str, Any] = {
@@ -84,12 +84,18 @@ class Report:
         """Names of the measurements that need not be made again."""
         return {row["name"] for row in self.content["results"]}
 
+    def forget(self, groups: Sequence[Group]) -> None:
+        """Make the measurements of these groups again."""
+        begins = tuple(f"{group.name}/" for group in groups)
+        self.content["results"] = [row for row in self.content["results"] if not row["name"].startswith(begins)]
+
     def add(self, group: Group, told: Mapping[str, Any]) -> None:
         """Keep what a side told of a row."""
         name = f"{group.name}/{told['row']}"
         if "values" in told:
             workload = "/".join(filter(None, (group.shape, told["row"])))
-            self.content["results"].append({"name": name, "system": group.kind, "workload": workload, **told["values"]})
+            key = {"name": name, "system": group.kind, "workload": workload, "sources": self.content["sources"]}
+            self.content["results"].append({**key, **told["values"]})
         elif "error" in told:
             advice = advice_for(told["error"])
             self.content["failures"].append({"name": name, "error": told["error"], "advice": advice})
@@ -165,6 +171,9 @@ def table(content: Mapping[str, Any]) -> list[str]:
     lines += [f"  {name:36}skipped: {reason}" for name, reason in content["skipped"].items()]
     if content["not_reached"]:
         lines.append(f"  not reached, start again to go on: {', '.join(content['not_reached'])}")
+    made_by = sorted({row["sources"] for row in content["results"]})
+    if len(made_by) > 1:
+        lines.append(f"  made by several states of the sources (`sources` of each row): {', '.join(made_by)}")
     lines.append("wanted of one H200")
     for target in content["targets"]:
         verdict = {None: "not measured", True: "met", False: "missed"}[target["is_met"]]
