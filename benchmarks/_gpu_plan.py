@@ -167,6 +167,7 @@ PLAN = (
     Group(name="megatron-4b", kind="megatron", shape="4b", rows=("4k",), least_s=40),
     Group(name="ours-1.7b", kind="ours", shape="1.7b", rows=("4k", "4k_shared", "32k"), least_s=30),
     Group(name="transformers-1.7b", kind="transformers", shape="1.7b", rows=("4k",), least_s=30),
+    Group(name="transformers-30b-a3b", kind="transformers", shape="30b-a3b", rows=("4k",), least_s=40),
     Group(name="transformers-4b-32k", kind="transformers", shape="4b", rows=("32k",), least_s=40),
 )
 """All groups, the most wanted first: what comes last is left out when time is short."""
