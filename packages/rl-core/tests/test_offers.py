@@ -219,14 +219,13 @@ def test_a_wrong_rectangle_changes_the_checksum_of_its_tensor_alone(
 ) -> None:
     ranks = Ranks({"rows": TENSORS["rows"].clone(), "whole": TENSORS["whole"]}, 1)
     opened.callback(ranks.close)
-    CUTS_OF_ROWS = pieces("rows", (12, 5), (6, 5))
-    parts = [held(ranks.tensors["rows"], one) for one in CUTS_OF_ROWS] + shares({"whole": TENSORS["whole"]}, 1)[0]
+    halves = pieces("rows", (12, 5), (6, 5))
+    parts = [held(ranks.tensors["rows"], one) for one in halves] + shares({"whole": TENSORS["whole"]}, 1)[0]
     update = join_offers([ranks.senders[0].offer(parts, OPTIONS, version=1)], ranks.tensors, version=1, tied={})
     (source,) = update.sources
     if fault == "swapped places":
-        moved = [
-            one._replace(offsets=other.offsets) for one, other in zip(CUTS_OF_ROWS, CUTS_OF_ROWS[::-1], strict=True)
-        ]
+        first, second = halves
+        moved = [first._replace(offsets=second.offsets), second._replace(offsets=first.offsets)]
         wrong = replace(source, rectangles=[*moved, *source.rectangles[2:]])
         update = replace(update, sources=[wrong])
     elif fault == "swapped contents":
@@ -242,7 +241,7 @@ def test_what_is_withdrawn_is_refused_and_the_next_offer_arrives(ranks: Ranks, e
     old = ranks.offer(1)
     engine.take(old)
     ranks.senders[2].withdraw()  # it steps on before the others do
-    with pytest.raises(TransferError, match="rank 2 of the learner: .* of version 1; it has none"):
+    with pytest.raises(TransferError, match=r"rank 2 of the learner: .* of version 1; it has none"):
         engine.take(old)
     started = time.monotonic()
     for sender in ranks.senders:
@@ -252,7 +251,7 @@ def test_what_is_withdrawn_is_refused_and_the_next_offer_arrives(ranks: Ranks, e
     for _ in range(2):  # the same update twice, as after a failed proof
         (found,) = engine.take(update)
         assert torch.equal(found["columns"], TENSORS["columns"])
-    with pytest.raises(TransferError, match="rank 0 of the learner: .* of version 1; it has version 2"):
+    with pytest.raises(TransferError, match=r"rank 0 of the learner: .* of version 1; it has version 2"):
         engine.take(old)
 
 
@@ -289,7 +288,7 @@ def test_an_engine_that_stops_midway_is_given_up_when_the_weights_change(opened:
     engine._meet(joined)  # and takes nothing
     (sender,) = ranks.senders
     sender.withdraw()
-    with pytest.raises(TransferError, match="rank 0 of the learner: .* did not get through"):
+    with pytest.raises(TransferError, match=r"rank 0 of the learner: .* did not get through"):
         list(engine.groups[0].receive(plan))
 
 
@@ -323,12 +322,19 @@ def test_a_rank_that_ends_midway_is_named(opened: ExitStack, engine: Engine) -> 
 
     with pytest.raises(TransferError, match=r"rank 1 of the learner: .*did not get through"):
         engine.take(update, each=end)
+    started = time.monotonic()
+    ranks.senders[0].withdraw()
+    assert time.monotonic() - started < OPTIONS.deadline_s / 2  # the engine has left it too
+    (found,) = engine.take(ranks.offer(2))
+    assert torch.equal(found["whole"], TENSORS["whole"])
 
 
-def test_a_rank_that_is_gone_is_named_and_the_others_are_told(ranks: Ranks, engine: Engine) -> None:
+def test_a_rank_that_is_gone_is_named_and_the_others_are_told(opened: ExitStack, engine: Engine) -> None:
+    ranks = Ranks(dict(TENSORS), 3, SenderOptions(deadline_s=1.0))
+    opened.callback(ranks.close)
     update = ranks.offer(1)
     ranks.senders[1].close()
-    with pytest.raises(TransferError, match="rank 1 of the learner .* cannot be reached"):
+    with pytest.raises(TransferError, match=r"rank 1 of the learner .* cannot be reached"):
         engine.take(update)
     ranks.senders[0].withdraw()
     ranks.senders[2].withdraw()
