@@ -86,8 +86,7 @@ WORKLOADS = {
     "4k_shared": Workload(prompts=2, group=4, prompt_tokens=2048, response_tokens=2048, budget=16384),
     "32k_shared": Workload(prompts=1, group=4, prompt_tokens=24576, response_tokens=8192, budget=131072),
 }
-"""By name; `shared_512_16` of the learner benchmark is one more. The whole of a shared prompt's rows fits a micro-batch,
-so that none is computed twice."""
+"""By name; `shared_512_16` of the learner benchmark is one more. A micro-batch holds all rows of a shared prompt."""
 BOUND = "shared_512_16"
 """The workload that is held against what sharing could give at most; also computed row by row."""
 _SHRINK = 128

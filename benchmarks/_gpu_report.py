@@ -1,7 +1,6 @@
 """The report of benchmarks/gpu.py: written after every measurement, read again by the next start; table and advice."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ AGREEMENT = 3e-2
 """Largest relative difference of the sides' losses, in bfloat16."""
 
 ADVICE = (
-    (("OutOfMemory", "out of memory"), "it does not fit this GPU: end what else uses it (`nvidia-smi`), then start again"),
+    (("OutOfMemory", "out of memory"), "it does not fit: end what else uses the GPU (`nvidia-smi`), then start again"),
     (("MissingExtra", "No module named", "is not installed"), "install what locks/gpu.md names, then start again"),
     (("no kernel image", "not compatible with the current PyTorch"), "this torch has no code for the GPU: install one "
      "that was built for it (python -c 'import torch; print(torch.cuda.get_arch_list())')"),
@@ -110,7 +109,7 @@ class Report:
         """Replace the file, so that it is whole whenever the program is ended."""
         part = self.file.with_name(self.file.name + ".part")
         part.write_text(json.dumps(self.content, indent=2) + "\n")
-        os.replace(part, self.file)
+        part.replace(self.file)
 
 
 def _continued(file: Path, fresh: dict[str, Any]) -> dict[str, Any]:
@@ -156,9 +155,8 @@ def table(content: Mapping[str, Any]) -> list[str]:
     lines = [
         f"  {'measurement':36}{'tokens/s':>11}{'MFU':>7}{'GB/s':>8}{'seconds':>9}{'GiB':>7}  notes",
         *(_line(row) for row in content["results"]),
+        *(f"  {row['name']:36}FAILED  {row['error']}\n      {row['advice']}" for row in content["failures"]),
     ]
-    for row in content["failures"]:
-        lines.append(f"  {row['name']:36}FAILED  {row['error']}\n      {row['advice']}")
     lines += [f"  {name:36}skipped: {reason}" for name, reason in content["skipped"].items()]
     if content["not_reached"]:
         lines.append(f"  not reached, start again to go on: {', '.join(content['not_reached'])}")

@@ -9,6 +9,7 @@ ended. --short takes tiny sizes, in this process, and runs on a CPU. benchmarks/
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -17,7 +18,6 @@ import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +28,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [str(path) for kind in ("packages", "apps") for path in sorted(ROOT.glob(f"{kind}/*/src"))]
 BENCHMARKS = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]
-sys.path[:0] = [*BENCHMARKS, *SOURCES]
+sys.path += [path for path in (*BENCHMARKS, *SOURCES) if path not in sys.path]
 
-from _gpu_plan import Group, plan_of, shape_of  # noqa: E402 - from a checkout in which nothing is installed
-from _gpu_policy import Policies, fitted  # noqa: E402
-from _gpu_report import Report, table  # noqa: E402
-from _learner_summary import peak_bf16_flops  # noqa: E402
+try:  # from a checkout in which nothing is installed
+    from _gpu_plan import Group, plan_of, shape_of
+    from _gpu_policy import Policies, fitted
+    from _gpu_report import Report, table
+    from _learner_summary import peak_bf16_flops
+except ImportError as error:
+    raise SystemExit(f"error: {error}; locks/gpu.md says what this Python needs") from None
 
 SIDE = ROOT / "benchmarks" / "peers" / "gpu_side.py"
 ABOUT_S = 120.0
@@ -88,8 +91,14 @@ def run_tests(words: Sequence[str]) -> int:
         sys.stderr.write(f"error: this Python lacks {', '.join(lacking)}; locks/gpu.md says how to install them\n")
         return 2
     env = {**environment(), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", *(words or ["packages", "apps", "tests"])]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", *(words or gpu_tests())]
     return subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
+
+
+def gpu_tests() -> list[str]:
+    """Files with such tests; others may import what a GPU machine lacks, and pytest would stop there."""
+    files = [file for place in ("packages", "apps", "tests") for file in sorted((ROOT / place).rglob("test_*.py"))]
+    return [str(file.relative_to(ROOT)) for file in files if "mark.gpu" in file.read_text()]
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -290,7 +299,7 @@ class Child:
                 line = self._lines.get(timeout=max(0.0, wait_s))
             except queue.Empty:
                 if wait_s >= ROW_S:
-                    tell({"row": self._row, "error": f"no answer within {ROW_S:.0f} s; {self._last_words()}"})
+                    tell({"row": self._row, "error": f"no answer within {ROW_S:g} s; {self._last_words()}"})
                 return  # else the time is over, and the row was not reached
             if not line:
                 status = self._process.wait()
@@ -304,10 +313,8 @@ class Child:
 
     def stop(self) -> None:
         """End it and all that it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
 
     def _read(self) -> None:

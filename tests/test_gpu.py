@@ -1,5 +1,7 @@
-"""The main path on a GPU: vLLM generates, Megatron trains, every update is proved. Run with `nox -s gpu`."""
+"""The main path on a GPU: an engine generates, Megatron trains, every update is proved. Run with `nox -s gpu`."""
 
+import asyncio
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from tiny_run import example_module, make_tiny_policy, make_tiny_run, train_here
 
 from rl_core import Batch, Ragged, RowKey
 from rl_distill.options import LearnerOptions
+from rl_rollout.engines.transformers import TransformersEngine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,13 +21,27 @@ pytestmark = [
 ]
 
 
+def engine_words() -> dict[str, object]:
+    """Settings of vLLM, or of transformers where that is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        return {"rollout__engine": "transformers"}
+    return {"rollout__engine": "vllm", "engine__enforce_eager": True, "engine__gpu_memory_utilization": 0.2}
+
+
 def test_trains_and_proves_every_update(tmp_path: Path) -> None:
     run = make_tiny_run(tmp_path)
-    words = {"rollout__engine": "vllm", "engine__enforce_eager": True, "engine__gpu_memory_utilization": 0.2}
-    assert train_here(run, trainer__steps=2, learner__num_threads=None, engine__num_threads=None, **words) == 0
+    words = {"learner__num_threads": None, "engine__num_threads": None, **engine_words()}
+    assert train_here(run, trainer__steps=2, **words) == 0
     rows = [json.loads(line) for line in (run.run_folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["weights/canary_max_diff"] < 1e-3 for row in rows[1:])
+
+
+def test_the_transformers_engine_takes_the_gpu(tmp_path: Path) -> None:
+    engine = TransformersEngine(make_tiny_run(tmp_path).folder / "policy")
+    asyncio.run(engine.start())
+    assert "cuda" in engine.traits.name
+    asyncio.run(engine.close())
 
 
 def test_learner_on_the_gpu_equals_transformers_on_the_cpu(tmp_path: Path) -> None:
@@ -87,7 +104,7 @@ def test_an_offloaded_learner_leaves_the_gpu_and_comes_back(tmp_path: Path) -> N
         assert learner.offload() >= 4 * learner.num_parameters
         assert torch.cuda.memory_allocated() <= before - 4 * learner.num_parameters
         found, expected = (x.train_step(gpu_batch(seed=step), supervised_objective) for x in (learner, other))
-        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-4)  # a GPU adds gradients in any order
     learner.close()
     other.close()
 

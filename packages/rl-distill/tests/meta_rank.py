@@ -5,17 +5,18 @@ numbers between its passes it gets ones, and in a pass nothing may ask.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import megatron.core.pipeline_parallel.p2p_communication as p2p
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.optim import adam
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rl_distill.megatron import rank_model, setup
 from rl_distill.megatron.parallel import initialize_groups
@@ -23,11 +24,13 @@ from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.options import ParallelOptions
 
-META, HOST = torch.device("meta"), torch.device("cpu")
+META = torch.device("meta")
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
 WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_dim}
-"""What stops the host until a GPU has come so far."""
+"""What stops the host until a GPU has come so far; so do reads and writes by a mask."""
+
+BY_INDEX = {aten.index, aten.index_put, aten.index_put_}
 
 
 COALESCED = {
@@ -47,11 +50,13 @@ class AsOnGpu(TorchDispatchMode):
 
     Attributes:
         is_in_pass: True within megatron's schedule.
+        num_dispatched: Rows that the all-to-all dispatcher is about to select, for which it does wait; None elsewhere.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.is_in_pass = False
+        self.num_dispatched: int | None = None
 
     @contextlib.contextmanager
     def in_pass(self) -> Iterator[None]:
@@ -64,14 +69,16 @@ class AsOnGpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        tensors = list(_tensors((*args, *kwargs.values())))
         on_gpu = [one for one in tensors if one.device.type == "meta"]
         packet = func.overloadpacket
         if packet in (aten._to_copy, aten.copy_):
             self._check_copy(func, tensors, kwargs)
         elif on_gpu and any(one.device.type != "meta" and one.ndim for one in tensors):
             raise WaitError(f"{func} of tensors on {[str(one.device) for one in tensors]}")
-        if on_gpu and packet in WAITS:
+        if packet is aten.masked_select and self.num_dispatched is not None:
+            return on_gpu[0].new_empty(self.num_dispatched)
+        if on_gpu and (packet in WAITS or (packet in BY_INDEX and _selects_by_mask(*args))):
             if self.is_in_pass:
                 raise WaitError(f"{func} of {[list(one.shape) for one in on_gpu]} waits for the GPU")
             if packet is aten._local_scalar_dense:
@@ -82,11 +89,46 @@ class AsOnGpu(TorchDispatchMode):
             return c10d.barrier.default(torch.empty(0, device=META), args[COALESCED[packet]], [])
         return func(*args, **kwargs)
 
+    def dispatch(self, dispatcher: Any, routing_map: torch.Tensor) -> torch.Tensor:
+        """In the place of megatron's `preprocess`, which fetches what no meta tensor has: experts get nearly as many.
+
+        Args:
+            dispatcher: A MoEAlltoAllTokenDispatcher.
+            routing_map: [T, experts] bool.
+
+        Returns:
+            [experts of this rank] rows of each, on the CPU.
+        """
+        ep, tp = dispatcher.ep_size, dispatcher.tp_size
+        self.num_dispatched = dispatcher.num_out_tokens = len(routing_map) * dispatcher.config.moe_router_topk
+        places = torch.arange(self.num_dispatched) % dispatcher.num_experts
+        counts = torch.bincount(places, minlength=dispatcher.num_experts)
+        own = counts[dispatcher.local_expert_indices]
+        dispatcher.input_splits = counts.view(ep, -1).sum(1).numpy()
+        dispatcher.output_splits = np.full(ep, int(own.sum()))
+        dispatcher.output_splits_tp = np.full(tp, int(own.sum()) * ep)
+        dispatcher.num_global_tokens_per_local_expert = own.repeat(tp * ep, 1)
+        return own * tp * ep
+
     def _check_copy(self, func: Any, tensors: list[torch.Tensor], kwargs: Any) -> None:
         """In a pass a copy between host and GPU must not be waited for."""
         source, target = tensors[-1].device, torch.device(kwargs.get("device") or tensors[0].device)
         if self.is_in_pass and source != target and not kwargs.get("non_blocking"):
             raise WaitError(f"{func} of {list(tensors[-1].shape)} from {source} to {target} waits")
+
+
+def _selects_by_mask(_self: Any, indices: list[Any], values: torch.Tensor | None = None, *_: Any) -> bool:
+    """True where the number of elements is not known before; a single value is written by `masked_fill`."""
+    is_one = values is not None and values.numel() == 1
+    return not is_one and any(one is not None and one.dtype == torch.bool for one in indices)
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for one in arguments:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from _tensors(one)
 
 
 def become_rank(rank: int, parallel: ParallelOptions) -> None:
@@ -107,6 +149,7 @@ def as_on_gpu(*, length: int, hidden_size: int) -> Iterator[AsOnGpu]:
         hidden_size: Of the model.
     """
     mode, schedule = AsOnGpu(), rank_model.get_forward_backward_func
+    dispatch_preprocess = MoEAlltoAllTokenDispatcher.dispatch_preprocess
 
     def watched() -> Callable[..., Any]:
         def run(**kwargs: Any) -> Any:
@@ -118,7 +161,15 @@ def as_on_gpu(*, length: int, hidden_size: int) -> Iterator[AsOnGpu]:
     def shapes(*_: Any, **__: Any) -> tuple[list[int], list[int]]:
         return [length, 1, hidden_size], [length, 1, hidden_size]
 
+    def dispatch(dispatcher: Any, *args: Any) -> Any:
+        try:
+            return dispatch_preprocess(dispatcher, *args)
+        finally:
+            mode.num_dispatched = None
+
     watching = (
+        (MoEAlltoAllTokenDispatcher, "preprocess", lambda *args: mode.dispatch(*args)),
+        (MoEAlltoAllTokenDispatcher, "dispatch_preprocess", dispatch),
         (rank_model, "get_forward_backward_func", watched),
         (p2p.P2PCommunicator, "_communicate_shapes", shapes),
         (adam, "_device_dtype_check_for_fused", lambda *_, **__: None),  # its list of devices lacks this one

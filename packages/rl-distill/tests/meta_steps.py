@@ -1,8 +1,7 @@
-"""Whole steps of one rank on the meta device, in a process of their own: a case a line in, what was found a line out."""
+"""Answers cases, JSON in and JSON out: a whole step of one rank of a learner on the meta device."""
 
 import json
 import sys
-import time
 import traceback
 import warnings
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from meta_rank import META, as_on_gpu, become_rank, build
+from torch import Tensor
 
 from rl_core.data import Batch, Ragged, RowKey
 from rl_core.data.ragged import offsets_of
@@ -21,14 +21,16 @@ from rl_distill.objectives import PolicyObjectiveOptions, policy_objective
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.stepping import open_policy
 
-ROWS = (9, 21, 18)
-"""Tokens of the rows of a micro-batch: 48, a multiple of what ranks share them by."""
+ROWS = (16, 16, 16)
+"""Tokens of the rows of a micro-batch, a multiple of what ranks share them by."""
 
 COLUMNS = ("advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs")
 
+OBJECTIVE = policy_objective(PolicyObjectiveOptions(entropy_coefficient=0.01, kl_coefficient=0.1, correction="token"))
 
-def make_batch(num_packs: int) -> Batch:
-    """Micro-batches of `ROWS` each."""
+
+def make_share(num_packs: int) -> RankShare:
+    """Micro-batches of `ROWS` each, with every column that the objective reads."""
     lengths = ROWS * num_packs
     offsets = offsets_of(lengths)
     total = int(offsets[-1])
@@ -38,50 +40,69 @@ def make_batch(num_packs: int) -> Batch:
     values["loss_mask"] = mask
     values["loss_weights"] = (mask / mask.sum()).astype(np.float32)
     keys = [RowKey(f"prompt{row}", 0, 0) for row in range(len(lengths))]
-    return Batch(keys, {name: Ragged(column, offsets) for name, column in values.items()})
+    batch = Batch(keys, {name: Ragged(column, offsets) for name, column in values.items()})
+    return RankShare(batch=batch, sizes=(len(ROWS),) * num_packs)
 
 
-def value_loss(values: torch.Tensor, _entropy: Any, micro: Any) -> Any:
-    """A critic's."""
-    return (values.square() * micro.columns["loss_weights"]).sum(), {}
+class Watched:
+    """An objective that notes what it is given, and can do what no objective may."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.seen = kind, set[str]()
+
+    def __call__(self, values: Tensor, entropy: Tensor | None, micro: Any) -> Any:
+        given = {"values": values, "entropy": entropy, **micro.columns}
+        self.seen |= {f"{name} {one.device} {one.dtype}" for name, one in given.items() if one is not None}
+        loss, sums = (values.square() * micro.columns["loss_weights"]).sum(), {}
+        if self.kind == "policy":
+            loss, sums = OBJECTIVE(values, entropy, micro)
+        elif self.kind == "reads the loss":
+            loss = loss * float(loss)
+        elif self.kind == "selects by a mask":
+            loss = values[micro.columns["loss_mask"]].sum()
+        elif self.kind == "mixes devices":
+            loss = (values * torch.ones(len(values))).sum()
+        elif self.kind == "copies and waits":
+            loss = (values * torch.ones(len(values)).to(values.device)).sum()
+        elif self.kind == "looks on the host":
+            loss = loss + values.detach().cpu().sum().item()
+        return loss, sums
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Build a rank, score, step twice, export; what devices, dtypes and shapes were seen."""
-    parallel = ParallelOptions(**case["layout"])
-    source = open_policy(case["policy"], is_critic=case["head"] == "value")
-    options = LearnerOptions(**case["options"])
-    lora = LoraOptions(rank=case["lora"])
-    plan = ModelPlan(source=source, options=options, parallel=parallel, head=case["head"], lora=lora)
-    num_packs = 2 * parallel.pipeline
-    share = RankShare(batch=make_batch(num_packs), sizes=(len(ROWS),) * num_packs)
-    entropy = {} if case["head"] == "value" else {"entropy_coefficient": 0.01, "kl_coefficient": 0.1}
-    objective = value_loss if case["head"] == "value" else policy_objective(PolicyObjectiveOptions(**entropy))
+    """Build a rank, score, train, export; what was seen meanwhile."""
+    parallel, kind = ParallelOptions(**case["layout"]), case["objective"]
+    head = "value" if kind == "value" else "policy"
+    source = open_policy(case["policy"], is_critic=head == "value")
+    options, lora = LearnerOptions(**case["options"]), LoraOptions(rank=case["lora"])
+    plan = ModelPlan(source=source, options=options, parallel=parallel, head=head, lora=lora)  # type: ignore[arg-type]
+    share, objective = make_share(parallel.pipeline), Watched(kind)
     length = sum(ROWS) // parallel.context // (parallel.tensor if parallel.sequence else 1)
     become_rank(case["rank"], parallel)
     with as_on_gpu(length=length, hidden_size=source.config.hidden_size):
-        model = build(plan)
-        scored = model.score(share, temperature=1.0)
-        steps = [
-            model.train_step(share, objective, temperature=1.0, with_entropy=bool(entropy), with_tokens=True)
-            for _ in range(2)
-        ]
-        return {**found_in(model), "scored": scored is not None, "steps": [one is not None for one in steps]}
+        model = build(plan, is_large=case["is_large"])
+        found: dict[str, Any] = {"scored": None, "is_applied": None, "seen": []}
+        if case["steps"]:
+            scored = model.score(share, temperature=1.0)
+            step = model.train_step(share, objective, temperature=0.9, with_entropy=head == "policy", with_tokens=True)
+            found["scored"] = None if scored is None else {name: list(of.shape) for name, of in scored.items()}
+            found["is_applied"] = None if step is None else step.is_applied
+            found["seen"] = sorted(objective.seen)
+        return found | _tensors_of(model)
 
 
-def found_in(model: RankModel) -> dict[str, Any]:
-    """Devices and dtypes of a model's tensors, and the pieces that it exports."""
-    weights, gradients, optimizer = model.tensors.kept()
-    kinds = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-    float32 = [name for chunk in model._chunks for name, one in chunk.named_parameters() if one.dtype == torch.float32]
+def _tensors_of(model: RankModel) -> dict[str, Any]:
+    """Devices, dtypes and bytes of a model's tensors, and the pieces that it exports."""
+    kept = dict(zip(("weights", "gradients", "optimizer"), model.tensors.kept(), strict=True))
+    named = [pair for chunk in model._chunks for pair in chunk.named_parameters()]
+    # Megatron's Float16Module and DistributedDataParallel each put "module." before a name.
+    float32 = {name.rpartition("module.")[2] for name, one in named if one.dtype == torch.float32}
     return {
-        "devices": sorted({one.device.type for tensors in kinds.values() for one in tensors}),
-        "dtypes": {kind: sorted({str(one.dtype) for one in tensors}) for kind, tensors in kinds.items()},
-        "float32": sorted({name.rpartition("module.")[2] for name in float32}),
-        "pieces": [
-            (piece.name, piece.shape, piece.offsets, piece.tensor.shape) for piece in model.tensors.export("weights")
-        ],
-        "step": model.step,
+        "devices": sorted({one.device.type for tensors in kept.values() for one in tensors}),
+        "dtypes": {kind: sorted({str(one.dtype) for one in tensors}) for kind, tensors in kept.items()},
+        "float32": sorted(float32),
+        "memory": list(model.memory()),
+        "pieces": [(one.name, one.shape, one.offsets, one.tensor.shape) for one in model.tensors.export("weights")],
     }
 
 
@@ -90,13 +111,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     install_cpu_compatibility(META)
     for line in sys.stdin:
-        start = time.perf_counter()
         try:
             found = run_case(json.loads(line))
-        except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-        found["seconds"] = time.perf_counter() - start
-        print(json.dumps(found), flush=True)
+        except Exception:
+            found = {"error": traceback.format_exc()}
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

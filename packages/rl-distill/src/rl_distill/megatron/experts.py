@@ -65,7 +65,7 @@ class Experts(MegatronModule):  # type: ignore[misc]
         """
         weights = self.linear_fc1, self.linear_fc2
         if self._is_grouped:
-            ends = tokens_per_expert.to(tokens.device).cumsum(0, dtype=torch.int32)
+            ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
             return _Grouped.apply(tokens, shares, ends, *weights), None  # type: ignore[no-untyped-call]
         return _InTurn.apply(tokens, shares, tokens_per_expert.tolist(), *weights), None  # type: ignore[no-untyped-call]
 

@@ -66,7 +66,9 @@ class TransformersStepper:
             raise EngineError(
                 f"{model_dir}: transformers cannot load the model ({type(error).__name__}: {error})."
             ) from error
-        self._model = model.to(options.device).eval().requires_grad_(False)
+        has_gpu = torch.cuda.is_available()
+        self._device = torch.device(options.device if options.device != "auto" else "cuda" if has_gpu else "cpu")
+        self._model = model.to(self._device).eval().requires_grad_(False)
         self._end_token_ids = frozenset(end_token_ids(model_dir))
         self._seeds = np.random.default_rng(options.seed)
         self._waiting: list[Sample] = []
@@ -76,11 +78,11 @@ class TransformersStepper:
         self._served = self._served_base = _Served(0)
         vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         self._traits = EngineTraits(
-            name=f"transformers {transformers_version} ({options.device}, {options.dtype})",
+            name=f"transformers {transformers_version} ({self._device}, {options.dtype})",
             max_model_len=options.max_model_len or max_positions(model_dir),
             vocab_size=vocab_size,
             max_top_k=vocab_size,
-            can_sleep=torch.device(options.device).type == "cuda",
+            can_sleep=self._device.type == "cuda",
             can_match_text=has_tokenizer(model_dir),
             max_lora_rank=options.max_lora_rank,
         )
@@ -157,7 +159,7 @@ class TransformersStepper:
 
     def wake(self) -> None:
         """See `Stepper.wake`."""
-        self._model.to(self._options.device)
+        self._model.to(self._device)
 
     def prepare(self, structure: Structure) -> None:
         """See `Stepper.prepare`; its traits have none."""

@@ -1,0 +1,195 @@
+"""The learner's whole step on the meta device: every layout, family and recomputation as a GPU would run it.
+
+One process is one rank of any layout, with collectives that do nothing. No arithmetic happens: equality is
+`test_megatron_parallel`'s. `pytest -v -m "soak or not soak"` lists the whole matrix, of which CI runs a part.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_distill.architecture.model_memory import rank_memory
+from rl_distill.architecture.policy_config import parse_policy_config
+from rl_distill.architecture.tensor_shapes import tensor_shapes
+from rl_distill.checkpoints.checkpoint import critic_shapes
+from rl_distill.options import LoraOptions, ParallelOptions
+
+Ask = Callable[..., dict[str, Any]]
+
+BASE = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+}
+
+QWEN3 = {**BASE, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+QWEN2 = {**BASE, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "head_dim": 8}
+
+DENSE: dict[str, dict[str, Any]] = {
+    "Qwen3": {"policy": QWEN3},
+    "Llama": {"policy": {**BASE, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}},
+    "Qwen2": {"policy": QWEN2},
+    "Qwen2 tied": {"policy": {**QWEN2, "tie_word_embeddings": True}},
+    "critic": {"policy": QWEN3, "objective": "value"},
+    "LoRA": {"policy": QWEN3, "lora": 4},
+}
+
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+GLM = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Qwen3-MoE": {"policy": {**BASE, **MIXTURE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}},
+    "GLM-MoE": {"policy": {**BASE, **GLM, "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}},
+}
+
+LAYOUTS = {
+    "one": ParallelOptions(),
+    "TP2": ParallelOptions(ranks=2, tensor=2),
+    "TP2+SP": ParallelOptions(ranks=2, tensor=2, sequence=True),
+    "PP2": ParallelOptions(ranks=2, pipeline=2),
+    "PP2 interleaved": ParallelOptions(ranks=2, pipeline=2, virtual_pipeline=2),
+    "CP2": ParallelOptions(ranks=2, context=2),
+    "DP2 distributed optimizer": ParallelOptions(ranks=2, distributed_optimizer=True),
+    "8 mixed": ParallelOptions(ranks=8, tensor=2, sequence=True, pipeline=2, context=2, distributed_optimizer=True),
+}
+
+ONE = LAYOUTS["one"]
+MIXTURE_LAYOUTS = {
+    **{name: layout for name, layout in LAYOUTS.items() if layout.tensor == 1 or layout.sequence},
+    "EP2": ParallelOptions(ranks=2, expert=2),
+    "TP2+SP EP2 ETP1": ParallelOptions(ranks=2, tensor=2, sequence=True, expert=2, expert_tensor=1),
+    "8 mixed experts": ParallelOptions(ranks=8, tensor=2, sequence=True, pipeline=2, expert=4, expert_tensor=1),
+}
+
+RECOMPUTES = ("none", "selective", "full")
+
+
+def matrix(families: dict[str, Any], layouts: dict[str, ParallelOptions]) -> list[Any]:
+    """All of it; every third of its cases, which have each pair of a layout and a recomputation, is not a soak test."""
+    return [
+        pytest.param(
+            layout, family, how, id=f"{layout}-{family}-{how}", marks=[pytest.mark.soak] if (i + j + k) % 6 else []
+        )
+        for i, layout in enumerate(layouts)
+        for j, family in enumerate(families)
+        for k, how in enumerate(RECOMPUTES)
+    ]
+
+
+@pytest.fixture(scope="module")
+def ask() -> Iterator[Ask]:
+    """Asks a process whose one rank is on the meta device."""
+    script = Path(__file__).with_name("meta_steps.py")
+    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+
+        def answer(policy: dict[str, Any], layout: ParallelOptions = ONE, **case: Any) -> dict[str, Any]:
+            options = {"dtype": "bfloat16", "kernels": "fused", **case.pop("options", {})}
+            defaults = {"rank": 0, "objective": "policy", "lora": 0, "steps": 1, "is_large": False}
+            told = {**defaults, **case, "policy": policy, "layout": asdict(layout), "options": options}
+            child.stdin.write(json.dumps(told) + "\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
+            assert line, f"the process ended with {child.wait()}"
+            found: dict[str, Any] = json.loads(line)
+            return found
+
+        yield answer
+        child.stdin.close()
+
+
+def check_rank(found: dict[str, Any], case: dict[str, Any], layout: ParallelOptions, rank: int) -> None:
+    """What every rank must have seen: devices, dtypes, shapes and bytes."""
+    assert "error" not in found, found["error"]
+    assert found["devices"] == ["meta"]
+    assert found["dtypes"]["gradients"] == found["dtypes"]["optimizer"] == ["torch.float32"]
+    is_glm = case["policy"]["model_type"] == "glm4_moe"
+    assert set(found["dtypes"]["weights"]) == {"torch.bfloat16", *(["torch.float32"] if is_glm else [])}
+    assert all(name.endswith("router.expert_bias") for name in found["float32"])
+    check_pieces(found, case, is_whole=layout.ranks == 1)
+    check_memory(found, case, layout, rank)
+
+
+def check_pieces(found: dict[str, Any], case: dict[str, Any], *, is_whole: bool) -> None:
+    """What is exported lies in the tensors of the policy's folder."""
+    config = parse_policy_config(case["policy"])
+    shapes = critic_shapes(config) if case.get("objective") == "value" else tensor_shapes(config)
+    for name, shape, offsets, sizes in found["pieces"]:
+        assert tuple(shape) == shapes[name]
+        assert all(0 < size <= all_ - first for all_, first, size in zip(shape, offsets, sizes, strict=True))
+    if is_whole:
+        assert {name: tuple(sizes) for name, _, _, sizes in found["pieces"]} == shapes
+
+
+def check_memory(found: dict[str, Any], case: dict[str, Any], layout: ParallelOptions, rank: int) -> None:
+    """What is kept is what the plan foretells."""
+    kind: Any = "critic" if case.get("objective") == "value" else "policy"
+    config, lora = parse_policy_config(case["policy"]), LoraOptions(rank=case.get("lora", 0))
+    stages = rank_memory(config, layout, dtype="bfloat16", kind=kind, lora=lora)
+    planned = stages[rank // (layout.ranks // layout.pipeline)]
+    # A distributed optimizer pads its buffers, and shares are stretches of them.
+    tolerance = 0.3 if layout.distributed_optimizer else 0.0
+    assert found["memory"][0] == planned.weights
+    assert found["memory"][1:] == pytest.approx(list(planned[1:]), rel=tolerance)
+
+
+@pytest.mark.parametrize(("layout", "family", "how"), [*matrix(DENSE, LAYOUTS), *matrix(MIXTURES, MIXTURE_LAYOUTS)])
+def test_a_step_takes_a_gpus_way(layout: str, family: str, how: str, ask: Ask) -> None:
+    case, parallel = (DENSE | MIXTURES)[family], (LAYOUTS | MIXTURE_LAYOUTS)[layout]
+    if parallel.virtual_pipeline > 1:
+        case = {**case, "policy": {**case["policy"], "num_hidden_layers": 4}}
+    rank = parallel.ranks - 1
+    found = ask(layout=parallel, rank=rank, options={"recompute": how}, **case)
+    check_rank(found, case, parallel, rank)
+
+
+@pytest.mark.parametrize("head", ["policy", "value"])
+def test_the_objective_is_given_float32_on_the_gpu(head: str, ask: Ask) -> None:
+    seen = ask(QWEN3, objective=head)["seen"]
+    assert {"values meta torch.float32", "advantages meta torch.float32", "loss_mask meta torch.bool"} <= set(seen)
+    assert ("entropy meta torch.float32" in seen) is (head == "policy")
+    assert not [one for one in seen if " meta " not in one]
+
+
+@pytest.mark.parametrize(
+    ("objective", "reason"),
+    [
+        ("reads the loss", "_local_scalar_dense"),
+        ("selects by a mask", "aten.index.Tensor"),
+        ("looks on the host", "waits"),
+        ("copies and waits", "waits"),
+        ("mixes devices", "['meta', 'cpu']"),
+    ],
+)
+def test_what_waits_for_the_gpu_within_a_step_is_found(objective: str, reason: str, ask: Ask) -> None:
+    assert "WaitError" in (error := ask(QWEN3, objective=objective)["error"].splitlines()[-1])
+    assert reason in error
