@@ -3,25 +3,22 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offered_weights import OfferedTo, held
 
 from rl_core.errors import TransferError, WeightProofError
 from rl_core.weights.broadcast import (
     HeldRectangle,
-    JoinedSource,
     RankSender,
     SenderOptions,
-    SourceGroups,
-    WeightSources,
     join_offers,
     receive_plan,
 )
@@ -38,12 +35,6 @@ TENSORS = {
 }
 CUTS = {"rows": (5, 5), "columns": (7, 4), "norm": (4,), "whole": (7, 3)}
 """Where tensors are cut, by axis: at their end they are not."""
-
-
-def held(tensor: torch.Tensor, rectangle: Rectangle) -> HeldRectangle:
-    place = tuple(slice(o, o + s) for o, s in zip(rectangle.offsets, rectangle.sizes, strict=True))
-    read = lambda: tensor[place].contiguous()
-    return HeldRectangle(rectangle=rectangle, shape=tuple(tensor.shape), read=read)
 
 
 def pieces(name: str, shape: Sequence[int], cut: Sequence[int]) -> list[Rectangle]:
@@ -82,54 +73,6 @@ class Ranks:
             sender.close()
 
 
-class Engine:
-    """An engine of some workers, each a thread of this process."""
-
-    def __init__(self, num_workers: int = 1) -> None:
-        self.sources = WeightSources(num_workers=num_workers)
-        self.num_workers = num_workers
-        self.groups: list[SourceGroups] = []
-
-    def take(
-        self, update: WeightUpdate, *, each: Callable[[str], None] = lambda _: None
-    ) -> list[dict[str, torch.Tensor]]:
-        joined, plan = self.sources.announce(update), receive_plan(update)
-        self._meet(joined)
-        found: list[Any] = [None] * self.num_workers
-
-        def work(rank: int) -> None:
-            try:
-                found[rank] = {}
-                for name, tensor in self.groups[rank].receive(plan):
-                    each(name)
-                    found[rank][name] = tensor
-            except Exception as error:
-                found[rank] = error
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.num_workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for one in found:
-            if isinstance(one, Exception):
-                raise one
-        return found
-
-    def _meet(self, joined: list[JoinedSource]) -> None:
-        if self.groups and self.groups[0].sources == joined:
-            return
-        for group in self.groups:
-            group.close()
-        size = self.num_workers + 1
-        self.groups = [SourceGroups(joined, rank=rank, size=size, device=CPU) for rank in range(1, size)]
-
-    def close(self) -> None:
-        self.sources.close()
-        for group in self.groups:
-            group.close()
-
-
 @pytest.fixture
 def opened() -> Iterator[ExitStack]:
     with ExitStack() as stack:
@@ -144,8 +87,8 @@ def ranks(opened: ExitStack) -> Ranks:
 
 
 @pytest.fixture
-def engine(opened: ExitStack) -> Engine:
-    engine = Engine()
+def engine(opened: ExitStack) -> OfferedTo:
+    engine = OfferedTo()
     opened.callback(engine.close)
     return engine
 
@@ -169,7 +112,7 @@ def test_the_digests_of_rectangles_make_that_of_the_tensor_however_it_is_cut(dat
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_rectangles_of_all_ranks_arrive_as_whole_tensors(num_ranks: int, bucket_bytes: int, opened: ExitStack) -> None:
     ranks = Ranks(dict(TENSORS), num_ranks, SenderOptions(bucket_bytes=bucket_bytes))
-    engine = Engine(num_workers=2)
+    engine = OfferedTo(num_workers=2)
     opened.callback(ranks.close)
     opened.callback(engine.close)
     for version in (1, 2):
@@ -183,7 +126,7 @@ def test_rectangles_of_all_ranks_arrive_as_whole_tensors(num_ranks: int, bucket_
 
 
 def test_engines_take_an_offer_side_by_side_and_late(ranks: Ranks, opened: ExitStack) -> None:
-    update, engines = ranks.offer(1), [Engine() for _ in range(3)]
+    update, engines = ranks.offer(1), [OfferedTo() for _ in range(3)]
     found: list[dict[str, torch.Tensor]] = []
     threads = [threading.Thread(target=lambda one=one: found.extend(one.take(update))) for one in engines[:2]]
     for thread in threads:
@@ -215,7 +158,7 @@ def test_a_tensor_that_no_rank_offers_is_named(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("fault", ["swapped places", "swapped contents", "a changed byte"])
 def test_a_wrong_rectangle_changes_the_checksum_of_its_tensor_alone(
-    fault: str, opened: ExitStack, engine: Engine
+    fault: str, opened: ExitStack, engine: OfferedTo
 ) -> None:
     ranks = Ranks({"rows": TENSORS["rows"].clone(), "whole": TENSORS["whole"]}, 1)
     opened.callback(ranks.close)
@@ -237,7 +180,7 @@ def test_a_wrong_rectangle_changes_the_checksum_of_its_tensor_alone(
     assert sums == {"rows": False, "whole": True}
 
 
-def test_what_is_withdrawn_is_refused_and_the_next_offer_arrives(ranks: Ranks, engine: Engine) -> None:
+def test_what_is_withdrawn_is_refused_and_the_next_offer_arrives(ranks: Ranks, engine: OfferedTo) -> None:
     old = ranks.offer(1)
     engine.take(old)
     ranks.senders[2].withdraw()  # it steps on before the others do
@@ -255,7 +198,7 @@ def test_what_is_withdrawn_is_refused_and_the_next_offer_arrives(ranks: Ranks, e
         engine.take(old)
 
 
-def test_weights_that_change_wait_for_an_engine_that_is_under_way(opened: ExitStack, engine: Engine) -> None:
+def test_weights_that_change_wait_for_an_engine_that_is_under_way(opened: ExitStack, engine: OfferedTo) -> None:
     tensors = {"rows": TENSORS["rows"].clone(), "whole": TENSORS["whole"].clone()}
     ranks = Ranks(tensors, 1, SenderOptions(bucket_bytes=16))
     opened.callback(ranks.close)
@@ -280,7 +223,7 @@ def test_weights_that_change_wait_for_an_engine_that_is_under_way(opened: ExitSt
     assert (ranks.tensors["whole"] == -1).all()
 
 
-def test_an_engine_that_stops_midway_is_given_up_when_the_weights_change(opened: ExitStack, engine: Engine) -> None:
+def test_an_engine_that_stops_midway_is_given_up_when_the_weights_change(opened: ExitStack, engine: OfferedTo) -> None:
     ranks = Ranks({"whole": torch.zeros(7, 3 * 2**20)}, 1, SenderOptions(deadline_s=0.2))
     opened.callback(ranks.close)
     update = ranks.offer(1)
@@ -292,7 +235,7 @@ def test_an_engine_that_stops_midway_is_given_up_when_the_weights_change(opened:
         list(engine.groups[0].receive(plan))
 
 
-def test_who_waits_for_its_turn_has_no_deadline(opened: ExitStack, engine: Engine) -> None:
+def test_who_waits_for_its_turn_has_no_deadline(opened: ExitStack, engine: OfferedTo) -> None:
     """The last rank sends one tensor only, after the engine has waited longer than the deadline for the others."""
     deadline_s = 0.2
     ranks = Ranks(dict(TENSORS), 3, SenderOptions(bucket_bytes=16, deadline_s=deadline_s))
@@ -308,7 +251,7 @@ def test_who_waits_for_its_turn_has_no_deadline(opened: ExitStack, engine: Engin
     assert torch.equal(found["whole"], TENSORS["whole"])
 
 
-def test_a_rank_that_ends_midway_is_named(opened: ExitStack, engine: Engine) -> None:
+def test_a_rank_that_ends_midway_is_named(opened: ExitStack, engine: OfferedTo) -> None:
     ranks = Ranks(dict(TENSORS), 2, SenderOptions(bucket_bytes=16))
     opened.callback(ranks.close)
     update = ranks.offer(1)
@@ -329,7 +272,7 @@ def test_a_rank_that_ends_midway_is_named(opened: ExitStack, engine: Engine) -> 
     assert torch.equal(found["whole"], TENSORS["whole"])
 
 
-def test_a_rank_that_is_gone_is_named_and_the_others_are_told(opened: ExitStack, engine: Engine) -> None:
+def test_a_rank_that_is_gone_is_named_and_the_others_are_told(opened: ExitStack, engine: OfferedTo) -> None:
     ranks = Ranks(dict(TENSORS), 3, SenderOptions(deadline_s=1.0))
     opened.callback(ranks.close)
     update = ranks.offer(1)
