@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
-from rl_core.weights.broadcast import HeldRectangle, JoinedSource, SourceGroups, WeightSources, receive_plan
+from rl_core.weights.broadcast import (
+    HeldRectangle,
+    JoinedSource,
+    RankSender,
+    SenderOptions,
+    SourceGroups,
+    WeightSources,
+    join_offers,
+    receive_plan,
+)
 from rl_core.weights.rectangle_sums import whole_checksum
 from rl_core.weights.update import Rectangle, WeightUpdate
 
@@ -65,6 +74,43 @@ def held(tensor: torch.Tensor, rectangle: Rectangle) -> HeldRectangle:
     place = tuple(slice(o, o + s) for o, s in zip(rectangle.offsets, rectangle.sizes, strict=True))
     read = lambda: tensor[place].contiguous()
     return HeldRectangle(rectangle=rectangle, shape=tuple(tensor.shape), read=read)
+
+
+class TwoRanks:
+    """A transport in the place of a learner of two tensor-parallel ranks: each sends half of every matrix."""
+
+    def __init__(self, options: SenderOptions) -> None:
+        self.options = options
+        self.senders = [RankSender(f"rank {rank} of the learner") for rank in range(2)]
+
+    def pack(self, tensors: Mapping[str, torch.Tensor], *, version: int, tied: Mapping[str, str]) -> WeightUpdate:
+        offers = [
+            sender.offer(held_by(rank, tensors), self.options, version=version)
+            for rank, sender in enumerate(self.senders)
+        ]
+        return join_offers(offers, tensors, version=version, tied=tied)
+
+    def close(self) -> None:
+        """Not yet: one learner sends all updates; a suite closes its transport after each."""
+
+    def end(self) -> None:
+        for sender in self.senders:
+            sender.close()
+
+
+def held_by(rank: int, tensors: Mapping[str, torch.Tensor]) -> list[HeldRectangle]:
+    """The halves of matrices that a rank of two has, as megatron cuts them, and on the first one all vectors."""
+    found = []
+    for name, tensor in tensors.items():
+        axis = int(name.endswith(("o_proj.weight", "down_proj.weight")))
+        if tensor.ndim > 1:
+            sizes, offsets = list(tensor.shape), [0] * tensor.ndim
+            half = sizes[axis] // 2
+            offsets[axis], sizes[axis] = rank * half, half + rank * (sizes[axis] % 2)
+            found.append(held(tensor, Rectangle(name, tuple(offsets), tuple(sizes))))
+        elif rank == 0:
+            found.append(held(tensor, Rectangle(name, (0,), tuple(tensor.shape))))
+    return found
 
 
 def assert_offered(

@@ -74,7 +74,7 @@ class TransformersStepper:
         self._waiting: list[Sample] = []
         self._batches: list[_Batch] = []
         self._adapter = None if adapter is None else adapter(self._model, options.lora_target_modules)
-        self._arrival = WeightArrival(torch.device(options.device))
+        self._arrival = WeightArrival(self._device)
         self._served = self._served_base = _Served(0)
         vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         self._traits = EngineTraits(
