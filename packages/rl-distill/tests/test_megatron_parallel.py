@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from offered_weights import OfferedTo, assert_offered
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
+from rl_core.weights.broadcast import SenderOptions
 from rl_distill.architecture.model_memory import rank_memory
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.learner import MetricSums, MicroBatch, StepResult
@@ -152,7 +154,17 @@ def check_parity(
             np.testing.assert_allclose(found.tokens[name].values, column.values, rtol=0, atol=2e-5)
     for name, tensor in alone.export_weights().items():
         torch.testing.assert_close(together.export_weights()[name], tensor, rtol=0, atol=2e-5)
+    check_offer(together)
     check_memory(ranks, parallel, policy)
+
+
+def check_offer(learner: MegatronLearner) -> None:
+    """What the ranks send by themselves is what they export."""
+    engine, update = OfferedTo(), learner.offer_weights(SenderOptions(bucket_bytes=5000), version=1)
+    try:
+        assert_offered(engine.take(update)[0], update, learner.export_weights())
+    finally:
+        engine.close()
 
 
 def check_memory(
