@@ -10,6 +10,7 @@ from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -27,7 +28,7 @@ from rl_distill.megatron.attention.packed import PackedAttention
 from rl_distill.megatron.kernels import PLAIN, Kernels, PolicyTransformerConfig
 from rl_distill.megatron.layers import layers_of
 from rl_distill.megatron.lora import with_adapter
-from rl_distill.megatron.mixture import mixture_settings, mixture_spec
+from rl_distill.megatron.mixture import dispatch_locally, mixture_settings, mixture_spec
 from rl_distill.megatron.recompute import forget_between
 from rl_distill.megatron.swiglu import SwiGLU
 from rl_distill.options import LoraOptions, ParallelOptions
@@ -77,6 +78,8 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
         """
         super().__init__(*args, **kwargs)
         self.is_last = is_last
+        if self.is_moe_layer:
+            dispatch_locally(self.mlp)
         self.recomputes_mlp = False
         if self.config.recompute_granularity == "selective":
             self._recompute(self.config.recompute_modules)
@@ -91,9 +94,12 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
             self.mlp.moe_layer_recompute = False
         self.recomputes_mlp = ("moe" if self.is_moe_layer else "mlp") in modules
         if "layernorm" in modules:
-            forget_between(self.input_layernorm, self.self_attention)
+            between = [(self.input_layernorm, self.self_attention)]
             if not self.recomputes_mlp:  # which makes its norm again
-                forget_between(self.pre_mlp_layernorm, self.mlp)
+                between.append((self.pre_mlp_layernorm, self.mlp))
+            for norm, reader in between:
+                if not isinstance(norm, IdentityOp):  # where a reader norms what it reads, there is nothing between
+                    forget_between(norm, reader)
 
     def forward(self, *args: Any, packed_seq_params: PackedLayout, **kwargs: Any) -> tuple[Tensor, Any]:
         """As megatron's layer, [T, 1, hidden] to [T, 1, hidden]."""
