@@ -122,7 +122,7 @@ class Engine:
         arrived, served = digest_tensors(update.tensors or {}), digest_tensors(live)
         return WeightReceipt(
             version=update.version,
-            arrived={name: digest.crc32c for name, digest in arrived.items()},
+            arrived={name: digest.checksum for name, digest in arrived.items()},
             live={name: digest.probe for name, digest in served.items()},
         )
 

@@ -50,7 +50,8 @@ class LearnerOptions:
             attentions, where an MLP or a mixture of experts is.
         kernels: "plain" computes as a CPU does best, and is there to compare with; "fused" takes a GPU's kernels, flash
             attention over packs of any lengths and all experts in one product among them; "transformer_engine" also
-            takes that library's matrices and norms, where it is installed; "auto" is "fused" on GPUs, else "plain".
+            takes that library's matrices and norms, where it is installed and no adapter trains; "auto" is "fused" on
+            GPUs, else "plain".
         overlap_grad_reduce: Sum gradients over the data-parallel ranks while the backward pass still runs: for two GPUs
             and more, where the step waits for the sums; a single data-parallel rank has nothing to sum.
         overlap_param_gather: Collect the weights that the ranks of a distributed optimizer have updated while the next
