@@ -36,7 +36,7 @@ from tooling.environments import (
     wheels_environment,
     workspace,
 )
-from tooling.runs import STOP_S, TEST_ENV, Job, end, run_jobs, run_pytest, summary
+from tooling.runs import STOP_S, Job, end, run_jobs, run_pytest, summary
 
 SOURCES = tuple(f"{project}/src" for project in PROJECTS)
 CHECKED = (*PROJECTS, "benchmarks", "examples", "tests", "tooling", "noxfile.py", "conftest.py")

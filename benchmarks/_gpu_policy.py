@@ -16,8 +16,8 @@ from rl_distill.architecture.policy_config import parse_policy_config
 from rl_distill.architecture.tensor_shapes import count_parameters, tensor_shapes
 
 TRAINED_BYTES = 20
-"""Of a parameter in training: bfloat16 weight and gradient, float32 weight, gradient and two moments. It is transformers'
-need; our learner, which has no gradient in bfloat16, takes 18."""
+"""Of a parameter in training: bfloat16 weight and gradient, float32 weight, gradient and two moments. So much takes
+transformers; our learner, which has no gradient in bfloat16, takes 18."""
 RESERVE_BYTES = 9 * GIB
 """For the CUDA context, the logits' chunks, and activations where all of a layer's are made again."""
 USABLE = 0.96
@@ -65,7 +65,7 @@ def activation_bytes(config: Mapping[str, Any], num_tokens: int) -> float:
         per_token += config["num_experts_per_tok"] * (3 * hidden + 4 * config["moe_intermediate_size"])
     else:
         per_token += 4 * config["intermediate_size"]
-    return 2.0 * per_token * num_tokens * config["num_hidden_layers"]
+    return 2.0 * num_tokens * float(per_token * config["num_hidden_layers"])
 
 
 def write_policy(folder: Path, config: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ def profiled_seconds(step: Callable[[], object], *, vocab_size: int) -> Parts:
         step()
     found = {"tokens": 0.0, "head": 0.0, "attention": 0.0}
     for event in profile.key_averages(group_by_input_shape=True):
-        if event.device_type != torch.autograd.DeviceType.CPU:
+        if event.device_type.name != "CPU":
             continue  # a kernel, which counts with the operation that started it
         has_vocabulary = any(vocab_size in shape for shape in event.input_shapes if isinstance(shape, list))
         kind = "attention" if any(name in event.key for name in _ATTENTION) else "head" if has_vocabulary else "tokens"

@@ -198,7 +198,9 @@ CHECKS: dict[str, Callable[[Report, str], None]] = {
 
 
 def test_every_benchmark_has_its_check() -> None:
-    assert CHECKS.keys() == {path.stem for path in BENCHMARKS.glob("[!_]*.py")} == KEYS.keys() == ROW_KEYS.keys()
+    own_test = {"gpu"}  # tests/test_gpu_kit.py
+    found = {path.stem for path in BENCHMARKS.glob("[!_]*.py")} - own_test
+    assert CHECKS.keys() == found == KEYS.keys() == ROW_KEYS.keys()
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -1,7 +1,7 @@
 """megatron-core's own GPT model as a side of benchmarks/gpu.py: Transformer Engine's layers, or its own on a CPU.
 
-megatron is imported here before our package is, so that its fusions are compiled as its users have them. Weights are its
-own random ones, of a dense policy with a tied head; rows of a step have equal lengths, as its batches are rectangles.
+megatron is imported here before our package is, so that its fusions are compiled as its users have them. Weights are
+its own random ones, of a dense policy; rows of a step have equal lengths, as its batches are rectangles.
 """
 
 import importlib.util

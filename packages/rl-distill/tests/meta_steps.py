@@ -126,6 +126,7 @@ def _step(model: RankModel, share: RankShare, name: str) -> dict[str, Any]:
     return {
         "scored": None if scored is None else {name: (list(of.shape), str(of.dtype)) for name, of in scored.items()},
         "is_applied": None if step is None else step.is_applied,
+        "computed_tokens": None if step is None else step.computed_tokens,
         "seen": sorted(objective.seen),
     }
 

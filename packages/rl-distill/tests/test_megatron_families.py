@@ -59,7 +59,7 @@ def layout_of(policy: PolicyConfig, lengths: list[int], device: torch.device) ->
     return packed_layout(
         positions.to(device),
         offsets_of(lengths),
-        frequencies=rotary_frequencies(policy),
+        frequencies=rotary_frequencies(policy).to(device),
         head_counts=(policy.num_heads, policy.num_key_value_heads),
     )
 

@@ -211,7 +211,8 @@ def test_replayed_experts_wait_for_nothing(layout: str, ask: Ask) -> None:
 @pytest.mark.parametrize("layout", ["one", "TP2+SP", "CP2"])
 def test_shared_prefixes_wait_for_nothing(layout: str, ask: Ask) -> None:
     found = ask(QWEN3, LAYOUTS[layout], min_shared=4)
-    assert found.get("error") is None
+    check_rank(found, {"policy": QWEN3}, LAYOUTS[layout], 0)
+    assert found["computed_tokens"] == 6 + 3 * 10
 
 
 def test_a_gpu_gets_its_own_kernels(ask: Ask) -> None:

@@ -1,8 +1,23 @@
-"""Storages leave and come back, whoever looks into them."""
+"""Storages leave and come back, whoever looks into them; an optimizer whose state does so takes the same steps."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 
+from rl_core.data.batch import Batch
+from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.megatron.offload import Offloaded
+from rl_distill.megatron.rank_model import RankModel
+from rl_distill.megatron.ranks import LearnerRanks
+from rl_distill.options import LearnerOptions, ParallelOptions
+from rl_distill.supervised import supervised_objective
+
+STEPS = 3
+OPTIONS = LearnerOptions(learning_rate=1e-2, weight_decay=0.1, micro_batch_tokens=64, num_threads=1)
 
 
 def test_what_is_kept_comes_back_and_what_is_dropped_is_zeros():
@@ -26,3 +41,68 @@ def test_a_storage_that_is_kept_is_not_dropped():
     offloaded.restore()
 
     assert tensor.tolist() == [1.0, 1.0, 1.0]
+
+
+def keep_on_host(learner: MegatronLearner) -> None:
+    """As on a GPU, where the option does it."""
+    learner._ranks.call_all("run", learner._name, "keep_optimizer_on_host", (), {})
+
+
+def check_same_as_plain(policy: Path, options: LearnerOptions, ranks: Any, batch: Batch, folder: Path) -> None:
+    plain, hosted, resumed = (MegatronLearner(policy, options, ranks=ranks, name=name) for name in ("a", "b", "c"))
+    for learner in (hosted, resumed):
+        keep_on_host(learner)
+    for step in range(STEPS):
+        assert hosted.train_step(batch, supervised_objective) == plain.train_step(batch, supervised_objective)
+        assert hosted.offload() == plain.offload()
+        if step == 0:
+            hosted.save(folder)
+            plain.load(folder)
+    expected = plain.export_weights()
+    for name, tensor in hosted.export_weights().items():
+        assert torch.equal(tensor, expected[name])
+    resumed.load(folder)
+    for _ in range(STEPS - 1):
+        last = resumed.train_step(batch, supervised_objective)
+    assert last.step == STEPS
+    for name, tensor in resumed.export_weights().items():
+        assert torch.equal(tensor, expected[name])
+    for learner in (plain, hosted, resumed):
+        learner.close()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_optimizer_on_the_host_takes_the_same_steps(
+    dtype: str, tied_policy: Path, make_batch: Callable[..., Batch], tmp_path: Path
+):
+    ranks = LearnerRanks(ParallelOptions())
+    check_same_as_plain(tied_policy, replace(OPTIONS, dtype=dtype), ranks, make_batch((9, 14, 6)), tmp_path / "saved")
+
+
+def test_ranks_that_share_an_optimizer_can_have_it_on_their_hosts(
+    two_ranks: Any, tied_policy: Path, make_batch: Callable[..., Batch], tmp_path: Path
+):
+    ranks = two_ranks.in_layout(ParallelOptions(ranks=2, distributed_optimizer=True))
+    options = replace(OPTIONS, dtype="bfloat16", overlap_grad_reduce=True, overlap_param_gather=True)
+    check_same_as_plain(tied_policy, options, ranks, make_batch((9, 14, 6, 11)), tmp_path / "saved")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_between_steps_nothing_of_the_optimizer_is_on_the_device(tied_policy: Path, make_batch: Callable[..., Batch]):
+    learner = MegatronLearner(tied_policy, replace(OPTIONS, dtype="bfloat16", offload_optimizer=True))
+    model: RankModel = learner._ranks._host._models["policy"]  # type: ignore[union-attr]
+    adam = model._trained()
+
+    def on_device() -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in adam.tensors())
+
+    assert on_device() == 4 * learner.num_parameters  # on a CPU, the option does nothing
+    keep_on_host(learner)
+    assert on_device() == 0
+    learner.train_step(make_batch((9, 14)), supervised_objective)
+    assert on_device() == 0
+    with adam.on_device():
+        assert on_device() == 12 * learner.num_parameters
+    assert on_device() == 0
+    learner.close()

@@ -9,6 +9,8 @@ import torch
 
 from rl_core.data import Batch, Ragged
 from rl_core.record_fields import record
+from rl_core.weights import WeightUpdate
+from rl_core.weights.broadcast import SenderOptions
 from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.options import LearnerOptions
 
@@ -20,6 +22,7 @@ __all__ = [
     "MicroBatch",
     "Objective",
     "PendingSave",
+    "RankedLearner",
     "StepResult",
 ]
 
@@ -180,6 +183,22 @@ class AdapterLearner(Learner, Protocol):
 
     def export_base(self) -> Mapping[str, torch.Tensor]:
         """The weights under the adapter by Hugging Face name, which never change."""
+        ...
+
+
+class RankedLearner(Learner, Protocol):
+    """A policy whose ranks can send what they hold to engines."""
+
+    def offer_weights(self, options: SenderOptions, *, version: int) -> WeightUpdate:
+        """Have every rank send its part of the weights to who asks, until they change.
+
+        Raises:
+            WeightProofError: What the ranks hold does not make up a tensor; the message names it.
+        """
+        ...
+
+    def expect_engines(self, num_receivers: int) -> None:
+        """Change how many engines the ranks expect; for any thread."""
         ...
 
 

@@ -229,7 +229,7 @@ class LearnerHost:
                 raise NotReadyError("the learner has not been started.")
             canary = learners.canary(self._canary_sequences, replays=self._options.replays)
             packed = learners.pack(transport, version=version, steps_on=True)
-        is_live = packed.broadcast is not None or canary.logprobs is None
+        is_live = packed.is_sent or canary.logprobs is None
         pack_s = time.perf_counter() - started
         return PackedWeights(update=packed, canary=canary, step=self.step, pack_s=pack_s, is_live=is_live)
 
@@ -251,7 +251,8 @@ class LearnerHost:
 
     def _export(self) -> tuple[Mapping[str, Any], Mapping[str, str]]:
         policy = self._started.policy
-        return {name: tensor.detach().clone() for name, tensor in policy.export_weights().items()}, dict(policy.tied)
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in policy.export_weights().items()}
+        return copies, dict(policy.tied)  # kept for as long as a validation waits
 
     def _save(self, step: int, state: Mapping[str, Json]) -> None:
         learners, in_background = self._started, self._options.saves_in_background

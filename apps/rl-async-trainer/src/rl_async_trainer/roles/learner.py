@@ -1,5 +1,6 @@
 """The run's learner host: its learners from settings, the step of both trainers, and what it reports as metrics."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,6 @@ from rl_core import Batch, TransferQueue
 from rl_core.cluster import Wait
 from rl_core.data import NO_VERSION, IntArray
 from rl_core.errors import NotReadyError
-from rl_core.weights.broadcast import BroadcastTransport
 from rl_distill.learner_host import LearnerHost as BaseLearnerHost
 from rl_distill.learner_host import LearnerHostOptions, PackedWeights
 from rl_distill.learners import Learners
@@ -105,9 +105,9 @@ class LearnerHost(BaseLearnerHost):
         return await self._run(self._pack, version)
 
     async def expect_engines(self, count: int) -> None:
-        """Give weights to so many engines, where they come over the network: see `BroadcastTransport.expect`."""
-        if isinstance(self.transport, BroadcastTransport):
-            self.transport.expect(count)
+        """Give weights to so many engines, where they come over the network: see `Learners.expect_engines`."""
+        if self.learners is not None and self.transport is not None:
+            await asyncio.to_thread(self.learners.expect_engines, self.transport, count)
 
     async def hold(self, step: int, version: int) -> None:
         """Keep the weights of now for the validation of a step."""

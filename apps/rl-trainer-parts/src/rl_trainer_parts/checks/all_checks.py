@@ -17,6 +17,7 @@ from rl_trainer_parts.checks.algorithm import algorithm_names, algorithm_problem
 from rl_trainer_parts.checks.distillation import distillation_problems, teacher_files
 from rl_trainer_parts.checks.lora import lora_problems
 from rl_trainer_parts.checks.model_folder import check_policy_folder, missing_path
+from rl_trainer_parts.checks.shared_gpu import shared_gpu_problems
 from rl_trainer_parts.settings.fields import with_value
 from rl_trainer_parts.settings.metrics import LEVELS
 from rl_trainer_parts.settings.schema import Settings
@@ -254,16 +255,34 @@ def _replicas(settings: Settings) -> Iterator[str]:
             f"replicas.count = {replicas.count}, replicas.cpus and replicas.gpus need engines in processes of their "
             'own: set rollout.placement to "process" or "ray"; found "inline".'
         )
-    if settings.weights.transport != "file" and (placement == "inline" or settings.rollout.engine != "vllm"):
+    yield from shared_gpu_problems(settings)
+    if settings.weights.transport not in ("file", "ipc") and placement == "inline":
         yield (
-            f'weights.transport = "{settings.weights.transport}" is for vLLM in processes of its own: set '
-            f'rollout.placement to "process" or "ray", or the transport to "file"; found placement {placement!r} and '
-            f"engine {settings.rollout.engine!r}."
+            f'weights.transport = "{settings.weights.transport}" is for engines in processes of their own: set '
+            f'rollout.placement to "process" or "ray", or the transport to "file"; found placement {placement!r}.'
         )
+    yield from _direct(settings)
     if placement == "ray" and settings.cluster.ray_address is not None and replicas.gpus is None:
         yield (
             "replicas.gpus must be set where a Ray cluster is joined, whose GPUs this machine does not show: 1 for a "
             "GPU each, 0 to generate on CPUs; found none."
+        )
+
+
+def _direct(settings: Settings) -> Iterator[str]:
+    """What keeps the ranks of a learner from sending their own weights."""
+    if settings.weights.transport != "direct":
+        return
+    if settings.policy.learner != "megatron" or settings.cluster.kind == "inline":
+        yield (
+            'weights.transport = "direct" has each rank send what it holds, from a process of its own: set '
+            'policy.learner to "megatron" and cluster.kind to "process" or "ray", or the transport to "tcp" or "nccl"; '
+            f"found {settings.policy.learner!r} and {settings.cluster.kind!r}."
+        )
+    if settings.trainer.offload:
+        yield (
+            'weights.transport = "direct" sends weights from where they are trained, and trainer.offload = true takes '
+            'them away before the engine has them. Set it to false, or the transport to "file".'
         )
 
 

@@ -4,8 +4,8 @@ They travel over the connections on which the workers have proved the transport'
 travels over these.
 
 The tensors' bytes are one stream, cut into buckets of equal size; only the last is smaller. A tensor larger than a
-bucket spans several, small ones share one. Both sides hold two buckets and one tensor at a time: one bucket is filled, or
-emptied, while the other travels.
+bucket spans several, small ones share one. Both sides hold two buckets and one tensor at a time: one bucket is filled,
+or emptied, while the other travels.
 """
 
 import math

@@ -4,8 +4,10 @@ Every rank of a learner gets the same calls in the same order; what one does alo
 """
 
 import asyncio
+import ipaddress
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ from torch._C._distributed_c10d import Store
 
 from rl_core.cluster import RoleContext
 from rl_core.errors import CheckpointError, NotReadyError
+from rl_core.weights.broadcast import RankOffer, SenderOptions
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, write_pieces
 from rl_distill.daemon_thread import in_daemon_thread
 from rl_distill.megatron.cpu import install_cpu_compatibility
-from rl_distill.megatron.parallel import Place, Rendezvous, initialize_groups, join_ranks, open_store
+from rl_distill.megatron.parallel import Place, Rendezvous, initialize_groups, join_ranks, learner_device, open_store
 from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.rank_tensors import Exported, States
 from rl_distill.megatron.setup import ModelPlan
@@ -81,9 +84,30 @@ class RankHost:
         """Call a method of a model."""
         return getattr(self._loaded(name), method)(*args, **kwargs)
 
-    def export(self, name: str, what: Exported) -> list[Piece]:
-        """The tensors of which this rank keeps the copy that counts; views of them where they are on the CPU."""
-        return self._loaded(name).tensors.export(what)
+    def export(self, name: str, what: Exported, *, on_host: bool) -> list[Piece]:
+        """The tensors of which this rank keeps the copy that counts; see `RankTensors.export`."""
+        return self._loaded(name).tensors.export(what, on_host=on_host)
+
+    def offer(self, name: str, options: SenderOptions, *, version: int) -> RankOffer:
+        """Send this rank's weights to engines that ask; by NCCL from a GPU, and from where other hosts reach this one.
+
+        Args:
+            name: Of the model.
+            options: How the learner sends; its ranks share the bytes of a bucket.
+            version: Of the policy.
+        """
+        is_elsewhere = not ipaddress.ip_address(self._context.address).is_loopback
+        own = replace(
+            options,
+            backend="nccl" if learner_device().type == "cuda" else "tcp",
+            host=self._context.address if is_elsewhere else options.host,
+            bucket_bytes=max(1, options.bucket_bytes // self._context.size),
+        )
+        return self._loaded(name).offer(own, version=version)
+
+    async def expect_engines(self, name: str, num_receivers: int) -> None:
+        """Change how many engines a model's sender expects, while the rank goes on with other calls."""
+        self._model(name).sender.expect(num_receivers)
 
     def begin_save(self, name: str, directory: Path) -> None:
         """Copy the state of a model, and write it while the rank goes on."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.errors import DataError
+from rl_core.weights.broadcast import RankOffer, RankSender, SenderOptions
 from rl_distill.architecture.model_memory import RankMemory
 from rl_distill.learner import Objective
 from rl_distill.megatron.attention.rotary import rotary_frequencies
@@ -78,6 +79,7 @@ class RankModel:
             if plan.options.offload_optimizer and self._device.type != "cpu":
                 self.keep_optimizer_on_host()
         self.tensors = RankTensors(plan, self._chunks, self._shards, self._adam, gather=lambda: self.gather_weights())
+        self.sender = RankSender(f"rank {dist.get_rank()} of the learner")
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_division
             chunk.config.grad_scale_func = None
@@ -220,6 +222,7 @@ class RankModel:
         grad_norm = adam.grad_norm() if np.isfinite(loss) else float("nan")
         is_applied = bool(np.isfinite(loss) and np.isfinite(grad_norm))
         if is_applied:
+            self.sender.withdraw()
             adam.step(grad_norm, learning_rate=learning_rate)
             self.step += 1
         return grad_norm, is_applied
@@ -231,6 +234,7 @@ class RankModel:
         gradients alone.
         """
         if self._offloaded is None:
+            self.sender.withdraw()
             self.gather_weights()
             weights, gradients, optimizer = self.tensors.kept()
             self._offloaded = Offloaded([] if self._device.type == "cpu" else [*weights, *optimizer], gradients)
@@ -248,6 +252,10 @@ class RankModel:
             self._offloaded.restore()
             self._offloaded = None
 
+    def offer(self, options: SenderOptions, *, version: int) -> RankOffer:
+        """Send this rank's weights to engines that ask, until they change: see `RankSender.offer`."""
+        return self.sender.offer(self.tensors.held(), options, version=version)
+
     def gather_weights(self) -> None:
         """Have all weights of the last step on every rank, for whoever reads them outside a pass."""
         gather_weights(self._chunks)
@@ -258,11 +266,13 @@ class RankModel:
 
     def load_state(self, states: States, *, step: int) -> None:
         """Continue from what was read into `RankTensors.empty_state`."""
+        self.sender.withdraw()
         self.tensors.load_state(states, step=step)
         self.step = step
 
     def close(self) -> None:
         """Free the model."""
+        self.sender.close()
         self._chunks, self._adam = [], None
         del self.tensors
 

@@ -1,14 +1,18 @@
 """A rank's tensors by Hugging Face name: those that it exports, those that a checkpoint has, and what they take."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX
+from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Rectangle
+from rl_core.weights.broadcast import HeldRectangle
 from rl_distill.architecture.model_memory import RankMemory
+from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.torch_dist import Piece
 from rl_distill.megatron.convert import Block, Shard
 from rl_distill.megatron.lora import PARAMETER
@@ -63,11 +67,19 @@ class RankTensors:
         """Elements of the policy of which this rank keeps the primary copy; not an adapter's."""
         return sum(int(np.prod(block.sizes)) for block in self._own(self._blocks(self._base())))
 
-    def export(self, what: Exported) -> list[Piece]:
-        """What this rank gives out, on the CPU: views of its tensors where these are there already.
+    def export(self, what: Exported, *, on_host: bool) -> list[Piece]:
+        """What this rank gives out: views of its tensors, or copies.
 
         A and B have peft's names, and B is scaled. Merging is in float32, and leaves the base as it is.
+
+        Args:
+            what: Is given out.
+            on_host: On the CPU, for another process; False leaves it on the rank's device.
         """
+        pieces = self._exported(what)
+        return [replace(piece, tensor=piece.tensor.cpu()) for piece in pieces] if on_host else pieces
+
+    def _exported(self, what: Exported) -> list[Piece]:
         adapter, scaling = self._blocks(self._adapter()), self._plan.lora.scaling if self._plan.lora.rank else 1.0
         if what == "adapter":
             return [
@@ -75,6 +87,23 @@ class RankTensors:
             ]
         added = {block.name: block for block in adapter} if what == "weights" else {}
         return [_piece(block, _merged(block, added, scaling)) for block in self._own(self._blocks(self._base()))]
+
+    def held(self) -> list[HeldRectangle]:
+        """What this rank gives out of the weights, an adapter merged into them, in the order of the tensors.
+
+        Each is read when it is asked for, where it is: until then it is as the weights are.
+        """
+        adapter, scaling = self._blocks(self._adapter()), self._plan.lora.scaling if self._plan.lora.rank else 1.0
+        added = {block.name: block for block in adapter}
+        places = {name: place for place, name in enumerate(tensor_shapes(self._plan.source.config))}
+        return [
+            HeldRectangle(
+                rectangle=Rectangle(block.name, block.offsets, block.sizes),
+                shape=block.shape,
+                read=partial(_merged, block, added, scaling),
+            )
+            for block in sorted(self._own(self._blocks(self._base())), key=lambda one: (places[one.name], one.offsets))
+        ]
 
     def state_pieces(self) -> list[Piece]:
         """Copies of this rank's part of what a checkpoint has: float32 weights and Adam's moments, or an adapter's."""
@@ -157,7 +186,7 @@ class RankTensors:
 
 
 def _piece(block: Block, tensor: Tensor, *, name: str | None = None) -> Piece:
-    return Piece(name=name or block.name, shape=block.shape, offsets=block.offsets, tensor=tensor.cpu())
+    return Piece(name=name or block.name, shape=block.shape, offsets=block.offsets, tensor=tensor)
 
 
 def _scaled(block: Block, scaling: float) -> Tensor:

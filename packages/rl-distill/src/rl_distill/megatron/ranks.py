@@ -74,6 +74,11 @@ class LearnerRanks:
             raise
 
     @property
+    def is_inline(self) -> bool:
+        """True where the one rank is in this process, so that what it gives needs no journey."""
+        return self._host is not None
+
+    @property
     def is_alive(self) -> bool:
         """False once they were ended, or one died."""
         return self._host is not None or (self._group is not None and self._group.is_alive)
@@ -117,6 +122,12 @@ class LearnerRanks:
             return [self._host.finish_save(directory)]
         deadline_s = self._call_deadline_s
         return self._together(lambda ranks: ranks.call_all("wait_for_save", directory, deadline_s=deadline_s))
+
+    def expect_engines(self, name: str, num_receivers: int) -> None:
+        """Have every rank's sender of a model expect so many engines; for any thread, also while another one waits."""
+        if self._host is None:
+            deadline_s = self._call_deadline_s
+            self._together(lambda ranks: ranks.call_all("expect_engines", name, num_receivers, deadline_s=deadline_s))
 
     def stacks(self, *, deadline_s: float) -> list[str]:
         """What each rank does right now; for any thread, also while another one waits for a call.

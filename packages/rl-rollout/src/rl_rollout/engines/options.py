@@ -63,7 +63,7 @@ class TransformersOptions:
 
     Attributes:
         dtype: What it computes in.
-        device: torch device, such as "cpu" or "cuda".
+        device: torch device, such as "cpu" or "cuda"; "auto" takes the GPU of the engine's process, where it sees one.
         max_model_len: Most tokens of prompt and response together; None takes what the model allows.
         max_num_seqs: Samples of one batch; more wait for it to finish.
         max_lora_rank: As `VLLMOptions`'s; needs peft.
@@ -72,7 +72,7 @@ class TransformersOptions:
     """
 
     dtype: DType = "float32"
-    device: str = "cpu"
+    device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 512
     max_lora_rank: int = 0

@@ -1,10 +1,10 @@
 """A Hugging Face causal model as a `Stepper`. Importing this imports torch and transformers."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -13,13 +13,15 @@ from transformers import __version__ as transformers_version
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from rl_core.errors import EngineError
-from rl_core.weights import WeightReceipt, WeightUpdate, probe_tensor, tensor_crc32c
+from rl_core.weights import PassingChecksums, WeightReceipt, WeightUpdate
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer, max_positions
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure, TokenScores
 from rl_rollout.engines.sampling import draw_tokens, processed_logprobs
 from rl_rollout.engines.stepper import Sample
+from rl_rollout.engines.weight_arrival import WeightArrival
 from rl_rollout.engines.weight_checks import (
+    announced_tensors,
     base_tensors,
     check_adapter,
     check_update,
@@ -62,20 +64,24 @@ class TransformersStepper:
             raise EngineError(
                 f"{model_dir}: transformers cannot load the model ({type(error).__name__}: {error})."
             ) from error
-        self._model = model.to(options.device).eval().requires_grad_(False)
+        has_gpu = torch.cuda.is_available()
+        self._device = torch.device(options.device if options.device != "auto" else "cuda" if has_gpu else "cpu")
+        self._model = model.to(self._device).eval().requires_grad_(False)
         self._end_token_ids = frozenset(end_token_ids(model_dir))
         self._seeds = np.random.default_rng(options.seed)
         self._waiting: list[Sample] = []
         self._batches: list[_Batch] = []
+        self._dropped: DroppedWeights | None = None
         self._adapter = None if adapter is None else adapter(self._model, options.lora_target_modules)
+        self._arrival = WeightArrival(self._device)
         self._served = self._served_base = _Served(0)
         vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         self._traits = EngineTraits(
-            name=f"transformers {transformers_version} ({options.device}, {options.dtype})",
+            name=f"transformers {transformers_version} ({self._device}, {options.dtype})",
             max_model_len=options.max_model_len or max_positions(model_dir),
             vocab_size=vocab_size,
             max_top_k=vocab_size,
-            can_sleep=torch.device(options.device).type == "cuda",
+            can_sleep=self._device.type == "cuda",
             can_match_text=has_tokenizer(model_dir),
             max_lora_rank=options.max_lora_rank,
         )
@@ -113,40 +119,56 @@ class TransformersStepper:
     @torch.inference_mode()
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `Stepper.update_weights`."""
-        tensors = update_tensors(update)
         live = self._base()
         shapes = {name: tuple(live[name].shape) for name in live if name not in update.tied}
-        if update.adapter is None:
-            check_update(update, tensors, shapes)
-            for name, tensor in tensors.items():
-                live[name].copy_(tensor)
-        else:
-            check_adapter(update, tensors, shapes, self._traits)
-        if self._adapter is not None:
-            self._adapter.replace(tensors if update.adapter is not None else {})
-        self._served = _Served(update.version)
-        if update.adapter is None:
-            self._served_base = self._served
-        self._forget_old()
-        return self._receipt(update, tensors)
+        adapter: Mapping[str, torch.Tensor] = {}
+        with PassingChecksums({name: digest.kind for name, digest in update.digests.items()}) as sums:
+            tensors = announced_tensors(update) if update.is_sent else update_tensors(update)
+            if update.adapter is None:
+                check_update(update, tensors, shapes)
+                for name, tensor in sums.passing(self._arriving(update, tensors)):
+                    live[name].copy_(tensor)
+            else:
+                check_adapter(update, tensors, shapes, self._traits)
+                adapter = dict(sums.passing(self._arriving(update, tensors)))
+            if self._adapter is not None:
+                self._adapter.replace(adapter)
+            self._served = _Served(update.version)
+            if update.adapter is None:
+                self._served_base = self._served
+            self._forget_old()
+            return self._receipt(sums, adapter)
+
+    def _arriving(
+        self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        return self._arrival.arriving(update) if update.is_sent else tensors.items()
 
     def reset_prefix_cache(self) -> None:
         """See `Stepper.reset_prefix_cache`; nothing is kept from one batch to the next."""
 
-    def sleep(self) -> None:
-        """See `Stepper.sleep`: the weights go to the host."""
-        self._model.to("cpu")
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """See `Stepper.sleep`: the weights go to the host, or nowhere; buffers stay where they are at level 2."""
+        if level == 1:
+            self._model.to("cpu")
+        else:
+            self._dropped = DroppedWeights(self._model)
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """See `Stepper.wake`."""
-        self._model.to(self._options.device)
+        """See `Stepper.wake`: what was dropped is NaN until an update brings it."""
+        if self._dropped is not None:
+            self._dropped.restore()
+            self._dropped = None
+        else:
+            self._model.to(self._device)
 
     def prepare(self, structure: Structure) -> None:
         """See `Stepper.prepare`; its traits have none."""
 
     def close(self) -> None:
         """See `Stepper.close`."""
+        self._arrival.close()
         self._batches.clear()
         self._waiting.clear()
         del self._model
@@ -166,16 +188,14 @@ class TransformersStepper:
                 for sample in batch.samples:
                     sample.num_preempted += 1
 
-    def _receipt(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> WeightReceipt:
-        arrived = {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
-        live = {name: probe_tensor(tensor) for name, tensor in self._base().items()}
+    def _receipt(self, sums: PassingChecksums, adapted: Mapping[str, torch.Tensor]) -> WeightReceipt:
+        arrived, live = sums.with_probes(self._base())
         problems = [
             f"{len(batch.samples)} samples go on with what version {batch.served.version} computed of them."
             for batch in self._batches
             if batch.cache is not None and batch.served is not self._served_to(batch.adapter)
         ]
         if self._adapter is not None:
-            adapted = tensors if update.adapter is not None else {}
             live |= self._adapter.live(adapted)
             problems += self._adapter.problems(adapted)
         return WeightReceipt(version=self._served.version, arrived=arrived, live=live, problems=tuple(problems))
@@ -215,6 +235,21 @@ class TransformersStepper:
                 sample.finish_reason = "stop"
             elif len(sample.token_ids) == sampling.max_tokens:
                 sample.finish_reason = "length"
+
+
+class DroppedWeights:
+    """A model's parameters without their memory; ties stay."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Free it."""
+        self._parameters = [(parameter, parameter.shape) for parameter in model.parameters()]
+        for parameter, _ in self._parameters:
+            parameter.data = parameter.new_empty(0)
+
+    def restore(self) -> None:
+        """Take the memory again, filled with NaN: what no update brings does not pass for weights."""
+        for parameter, shape in self._parameters:
+            parameter.data = parameter.new_full(shape, torch.nan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

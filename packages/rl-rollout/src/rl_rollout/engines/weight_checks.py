@@ -33,6 +33,11 @@ def update_tensors(update: WeightUpdate) -> Mapping[str, torch.Tensor]:
     return tensors
 
 
+def announced_tensors(update: WeightUpdate) -> dict[str, torch.Tensor]:
+    """A tensor without content for each one of an update, as its digests say."""
+    return {name: torch.empty(digest.shape, device="meta") for name, digest in update.digests.items()}
+
+
 @contextmanager
 def update_file(update: WeightUpdate) -> Iterator[Path]:
     """The file of an update, to be read within.

@@ -19,6 +19,7 @@ import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import attention
 
 from rl_core.data import offsets_of, token_positions
 
@@ -29,6 +30,9 @@ _LARGEST_HEAD = 256
 
 _NEWER_KERNELS = {9: ("FA3", "FA4"), 10: ("FA4",)}
 """What may be installed beside torch and be faster than its own, by the GPU's compute capability; the best first."""
+
+_ROUNDING = 3e-2
+"""Most by which kernels differ in 16-bit numbers, where these are near 1."""
 
 _refused: set[str] = set()
 """Newer kernels that failed in this process, which has one for all models."""
@@ -219,51 +223,52 @@ def has_cpu_kernels() -> bool:
 
 def has_gpu_kernels(device: torch.device, *, dtype: torch.dtype, head_dim: int) -> bool:
     """True where torch's own flash kernels take such heads; on the meta device, where a GPU's would."""
-    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
-        return False
+    if device.type == "cuda":
+        is_new = not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
+        if not is_new or not torch.backends.cuda.is_flash_attention_available():
+            return False
     return dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= _LARGEST_HEAD
 
 
 @functools.cache
 def use_newest_kernels(device: torch.device, *, dtype: torch.dtype, head_dim: int) -> str:
-    """Let this process attend by FA3 or FA4, where they are installed and take such heads; gives what is in use.
+    """Let this process attend by FA3 or FA4, where they are installed and agree with FA2; gives what is in use.
 
     They take the place of torch's own flash kernels, FA2, for everything in the process that uses these.
     """
-
-    def attempt() -> None:
-        heads = torch.ones(2, 1, head_dim, dtype=dtype, device=device, requires_grad=True)
-        blocks = plan_blocks(np.array([0, 2]), (), device=device)
-        torch.autograd.grad(varlen_attention((heads, heads, heads), blocks, scale=1.0).sum(), heads)
-        torch.cuda.synchronize(device)
-
     names = _NEWER_KERNELS.get(torch.cuda.get_device_capability(device)[0], ())
-    return _first_that_works(names, attempt)
+    blocks = plan_blocks(np.array([0, 200, 250, 251]), ((0, 200, 250),), device=device)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(251, heads, head_dim) for heads in (2, 1, 1)]
+    qkv = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+
+    def attend() -> list[Tensor]:
+        out = varlen_attention(qkv, blocks, scale=head_dim**-0.5)
+        return [out.detach(), *torch.autograd.grad(out, qkv, torch.ones_like(out))]
+
+    return _first_that_agrees(names, attend)
 
 
-def _first_that_works(names: Sequence[str], attempt: Callable[[], None]) -> str:
-    """Activate the first of torch's other flash kernels with which an attempt works, else FA2, and say so."""
-    from torch.nn.attention import (
-        activate_flash_attention_impl,
-        current_flash_attention_impl,
-        restore_flash_attention_impl,
-    )
+def _first_that_agrees(names: Sequence[str], attend: Callable[[], list[Tensor]]) -> str:
+    """Activate the first of torch's other flash kernels that computes what FA2 does, and say so in the log."""
 
-    problems = {}
-    for name in names:
-        if name in _refused:
-            continue
+    def use_own() -> None:
+        if attention.current_flash_attention_impl() is not None:
+            attention.restore_flash_attention_impl()
+
+    use_own()
+    expected = attend() if names else []
+    chosen, problems = "FA2", {}
+    for name in (name for name in names if name not in _refused):
         try:
-            if current_flash_attention_impl() != name:
-                activate_flash_attention_impl(name)
-            attempt()
+            attention.activate_flash_attention_impl(name)
+            torch.testing.assert_close(attend(), expected, rtol=_ROUNDING, atol=_ROUNDING)
         except Exception as error:  # whatever a prototype raises, FA2 is there
             _refused.add(name)
             problems[name] = f"{type(error).__name__}: {error}"
-            if current_flash_attention_impl() is not None:
-                restore_flash_attention_impl()
+            use_own()
         else:
+            chosen = name
             break
-    chosen = current_flash_attention_impl() or "FA2"
     _log.info("flash_attention_kernels", kernels=chosen, not_used=problems)
     return chosen

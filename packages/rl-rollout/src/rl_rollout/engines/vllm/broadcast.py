@@ -4,7 +4,7 @@ vLLM's NCCL backend has no deadline, computes no checksum, and does not exist on
 and takes the same calls: init, start, update, finish.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rl_core.weights import Broadcast, tensor_crc32c
-from rl_core.weights.broadcast import BroadcastGroup, TensorSpec
+from rl_core.weights import PassingChecksums
+from rl_core.weights.broadcast import JoinedSource, ReceivePlan, SourceGroups
 from rl_rollout.engines.vllm.mixtures import before_reload, noted
 
 BACKEND = "rl-buckets"
@@ -27,15 +27,13 @@ BACKEND = "rl-buckets"
 
 @dataclass
 class JoinRequest(WeightTransferInitInfo):  # type: ignore[misc] # vLLM is not typed
-    """How a worker meets the sender.
+    """How a worker meets the senders.
 
     Attributes:
-        meeting: Where.
-        engine: Name of the engine, hence of the group.
+        sources: Where, and what its engine is called there.
     """
 
-    meeting: Broadcast
-    engine: str
+    sources: list[JoinedSource]
 
 
 @dataclass
@@ -43,21 +41,17 @@ class ReceiveRequest(WeightTransferUpdateInfo):  # type: ignore[misc] # vLLM is 
     """What comes.
 
     Attributes:
-        specs: All tensors, in order.
-        tied: Names among them that the model serves from another tensor.
-        version: Of the policy.
+        plan: Tensors, and from whom.
     """
 
-    specs: list[TensorSpec]
-    tied: list[str]
-    version: int
+    plan: ReceivePlan
 
 
 class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type: ignore[misc] # vLLM is not typed
-    """One worker's end of a `BroadcastGroup`.
+    """One worker's end of the groups with all senders.
 
     Attributes:
-        arrived: crc32c of each tensor of the last update as it arrived, by Hugging Face name.
+        arrived: Checksum of each tensor of the last update as it arrived, by Hugging Face name.
         joined: Whom it has met, and as which engine.
     """
 
@@ -67,16 +61,16 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
     def __init__(self, *args: Any) -> None:
         """As vLLM makes it."""
         super().__init__(*args)
-        self._group: BroadcastGroup | None = None
-        self.arrived: dict[str, int] = {}
-        self.joined: tuple[Broadcast, str] | None = None
+        self._groups: SourceGroups | None = None
+        self.arrived: dict[str, str] = {}
+        self.joined: list[JoinedSource] = []
 
     def init_transfer_engine(self, init_info: JoinRequest) -> None:
-        """Meet the sender, in place of the last one."""
+        """Meet the senders, in place of the last ones."""
         self.shutdown()
         rank, size = self.parallel_config.rank + 1, self.parallel_config.world_size + 1
-        self._group = BroadcastGroup(init_info.meeting, init_info.engine, rank=rank, size=size, device=self.device)
-        self.joined = init_info.meeting, init_info.engine
+        self._groups = SourceGroups(init_info.sources, rank=rank, size=size, device=self.device)
+        self.joined = list(init_info.sources)
 
     def start_weight_update(self) -> None:
         """Let vLLM load layer by layer."""
@@ -98,47 +92,47 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Leave the group."""
-        if self._group is not None:
-            self._group.close()
-            self._group = self.joined = None
+        """Leave the senders."""
+        if self._groups is not None:
+            self._groups.close()
+            self._groups, self.joined = None, []
 
     def arriving(self, request: ReceiveRequest) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor as it is whole."""
-        if self._group is None:
+        if self._groups is None:
             raise RuntimeError("the worker has not met the sender of weights; init_transfer_engine comes first.")
-        self.arrived = {}
-        for name, tensor in self._group.receive(request.specs):
-            self.arrived[name] = tensor_crc32c(tensor)
-            if name not in request.tied:
-                yield name, tensor
+        self.arrived, plan = {}, request.plan
+        with PassingChecksums(plan.kinds) as sums:
+            for name, tensor in sums.passing(self._groups.receive(plan)):
+                if name not in plan.tied:
+                    yield name, tensor
+            self.arrived = sums.result()
 
 
-def receive_all(worker: Any, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, int]:
+def receive_all(worker: Any, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, str]:
     """Take one update of all weights by vLLM's calls; see `_receiver`.
 
     Returns:
-        crc32c of each tensor as this worker got it.
+        Checksum of each tensor as this worker got it.
     """
-    receiver = _receiver(worker, meeting, engine)
+    receiver = _receiver(worker, sources)
     worker.start_weight_update()
-    worker.update_weights({"specs": request.specs, "tied": request.tied, "version": request.version})
+    worker.update_weights({"plan": plan})
     worker.finish_weight_update()
     return receiver.arrived
 
 
-def receive_tensors(worker: Any, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, torch.Tensor]:
+def receive_tensors(worker: Any, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, torch.Tensor]:
     """Take tensors that are not the model's own, such as an adapter's."""
-    return dict(_receiver(worker, meeting, engine).arriving(request))
+    return dict(_receiver(worker, sources).arriving(ReceiveRequest(plan=plan)))
 
 
-def _receiver(worker: Any, meeting: Broadcast, engine: str) -> BucketReceiver:
-    """The worker's receiver, which has met the sender.
+def _receiver(worker: Any, sources: Sequence[JoinedSource]) -> BucketReceiver:
+    """The worker's receiver, which has met the senders.
 
     Args:
         worker: vLLM's.
-        meeting: Where the sender is.
-        engine: Name of the engine; with another one, or elsewhere, the worker meets the sender anew.
+        sources: Who they are; others, or the same under another name, are met anew.
     """
     receiver = worker.weight_transfer_engine
     if not isinstance(receiver, BucketReceiver):
@@ -148,7 +142,7 @@ def _receiver(worker: Any, meeting: Broadcast, engine: str) -> BucketReceiver:
         config = WeightTransferConfig(backend=BACKEND)
         receiver = WeightTransferEngineFactory.create_engine(config, worker.vllm_config, worker.device, model)
         worker.weight_transfer_engine = receiver
-    if receiver.joined != (meeting, engine):
-        worker.init_weight_transfer_engine({"meeting": meeting, "engine": engine})
+    if receiver.joined != list(sources):
+        worker.init_weight_transfer_engine({"sources": list(sources)})
     found: BucketReceiver = receiver
     return found

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -12,9 +13,7 @@ from rl_core.data import FloatArray
 from rl_core.errors import EngineError
 from rl_core.files import locked_folder
 from rl_core.weights import FOLDER_PREFIX, SHARED_MEMORY, WeightUpdate
-from rl_core.weights.broadcast import TensorSpec
-from rl_rollout.engines.vllm.broadcast import ReceiveRequest
-from rl_rollout.engines.weight_checks import update_file
+from rl_rollout.engines.weight_checks import announced_tensors, update_file
 
 WeightSource = Mapping[str, torch.Tensor] | Path
 """Where workers take tensors from: this process, or a safetensors file."""
@@ -27,8 +26,8 @@ def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
         EngineError: The update has no tensors.
         WeightsGoneError: Its file is gone or torn.
     """
-    if update.broadcast is not None:
-        return {name: torch.empty(digest.shape, device="meta") for name, digest in update.digests.items()}
+    if update.is_sent:
+        return announced_tensors(update)
     if update.tensors is not None:
         return {name: tensor.to("meta") for name, tensor in update.tensors.items()}
     with update_file(update) as file, safe_open(file, framework="pt") as tensors:
@@ -59,12 +58,6 @@ def workers_source(update: WeightUpdate, *, is_shared: bool) -> Iterator[WeightS
             yield file
 
 
-def receive_request(update: WeightUpdate) -> ReceiveRequest:
-    """What workers are told of an update that is broadcast."""
-    specs = [TensorSpec(name, tuple(digest.shape), digest.dtype) for name, digest in update.digests.items()]
-    return ReceiveRequest(specs=specs, tied=list(update.tied), version=update.version)
-
-
 def expected_probes(update: WeightUpdate) -> dict[str, FloatArray]:
     """The probes that were sent, by name; of a tied name, its source's."""
     probes = {name: digest.probe for name, digest in update.served.items()}
@@ -72,9 +65,16 @@ def expected_probes(update: WeightUpdate) -> dict[str, FloatArray]:
     return probes | tied
 
 
-def join_arrived(ranks: Sequence[Mapping[str, int]], update: WeightUpdate) -> dict[str, int]:
+def replacement(update: WeightUpdate) -> tuple[str, tuple[Any, ...]]:
+    """What workers replace, and what they are told beside its tensors."""
+    if update.adapter is not None:
+        return "adapter", (update.version,)
+    return "all_weights", (list(update.tied), {name: digest.kind for name, digest in update.digests.items()})
+
+
+def join_arrived(ranks: Sequence[Mapping[str, str]], update: WeightUpdate) -> dict[str, str]:
     """Checksums of the tensors as they arrived; where ranks differ, one that is not what was sent."""
-    sent = {name: digest.crc32c for name, digest in update.digests.items()}
+    sent = {name: digest.checksum for name, digest in update.digests.items()}
     return {
         name: next((rank[name] for rank in ranks if rank[name] != sent.get(name)), first)
         for name, first in ranks[0].items()

@@ -1,0 +1,103 @@
+"""Parts of layers that are computed again in the backward pass: the same bits, and less kept."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
+from rl_core.errors import SettingsError
+from rl_distill.learner import MetricSums, MicroBatch, StepResult
+from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
+from rl_distill.options import LearnerOptions, LoraOptions
+from rl_distill.supervised import supervised_objective
+
+MakeBatch = Callable[..., Batch]
+LENGTHS = (14, 9, 22, 5, 17)
+OPTIONS = LearnerOptions(learning_rate=1e-2, micro_batch_tokens=128, num_threads=1)
+NUM_EXPERTS, TOP_K, NUM_LAYERS = 4, 2, 2
+
+DENSE = [("core_attn",), ("layernorm",), ("mlp",), ("core_attn", "layernorm", "mlp")]
+MIXTURE = [("core_attn",), ("layernorm",), ("moe",), ("core_attn", "layernorm", "moe")]
+
+
+class Kept:
+    """What autograd keeps of a step's forward pass."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self.num_bytes = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = storage
+        return tensor
+
+    def objective(self, logprobs: Tensor, entropy: Tensor | None, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
+        """Supervised; between the passes, what is not kept has left its storage."""
+        self.num_bytes = sum(storage.nbytes() for storage in self._storages.values())
+        return supervised_objective(logprobs, entropy, micro)
+
+
+def step_of(learner: MegatronLearner, batch: Batch) -> tuple[StepResult, int]:
+    """The step, and the bytes that it kept, with the weights that they came from."""
+    kept = Kept()
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+        result = learner.train_step(batch, kept.objective)
+    return result, kept.num_bytes
+
+
+def with_experts(batch: Batch) -> Batch:
+    """As an engine would tell them, at random, of most tokens."""
+    ids, random = batch.ragged("input_ids"), np.random.default_rng(5)
+    chosen = random.random((len(ids.values), NUM_LAYERS, NUM_EXPERTS)).argsort(-1)[..., :TOP_K].astype(np.int16)
+    chosen[::7] = -1
+    return batch.with_columns({"routed_experts": Ragged(chosen, ids.offsets)})
+
+
+def check_same(policy: Path, batch: Batch, modules: tuple[str, ...], lora: LoraOptions = LoraOptions()) -> None:  # noqa: B008
+    selective = replace(OPTIONS, recompute="selective", recompute_modules=modules)
+    plain, learner = (MegatronLearner(policy, of, lora=lora) for of in (OPTIONS, selective))
+    for _ in range(2):
+        (wanted, most), (found, fewer) = (step_of(x, batch) for x in (plain, learner))
+        assert (found.loss, found.grad_norm, found.metrics) == (wanted.loss, wanted.grad_norm, wanted.metrics)
+        assert 0 < fewer < most
+    expected = plain.logprobs(batch).values
+    assert learner.logprobs(batch).values.tolist() == expected.tolist()
+    plain.close()
+    learner.close()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("modules", DENSE, ids=" ".join)
+def test_a_dense_policy_learns_the_same_and_keeps_less(
+    modules: tuple[str, ...], tied_policy: Path, make_batch: MakeBatch
+):
+    check_same(tied_policy, make_batch(LENGTHS, num_prompts=2), modules)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("modules", MIXTURE, ids=" ".join)
+def test_a_mixture_replays_the_same_experts_and_keeps_less(
+    modules: tuple[str, ...], mixture_policy: Path, make_batch: MakeBatch
+):
+    check_same(mixture_policy, with_experts(make_batch(LENGTHS)), modules)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_adapter_draws_the_same(tied_policy: Path, make_batch: MakeBatch):
+    check_same(tied_policy, make_batch(LENGTHS), ("layernorm", "mlp"), LoraOptions(rank=2, dropout=0.3))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_has_nothing_to_compute_again_is_refused(tied_policy: Path):
+    options = replace(OPTIONS, recompute="selective", recompute_modules=("moe",))
+    for kind in (MegatronLearner, MegatronCritic):
+        with pytest.raises(SettingsError, match="no layer of this policy has a mixture of experts"):
+            kind(tied_policy, options)
+    MegatronReference(tied_policy, options).close()
