@@ -4,6 +4,7 @@ import json
 import sys
 import traceback
 import warnings
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -133,16 +134,17 @@ def _step(model: RankModel, share: RankShare, name: str) -> dict[str, Any]:
 
 def _tensors_of(model: RankModel) -> dict[str, Any]:
     """Devices, dtypes and bytes of a model's tensors, and the pieces that it exports."""
+    exported = model.tensors.export("weights", on_host=False)
     kept = dict(zip(("weights", "gradients", "optimizer"), model.tensors.kept(), strict=True))
     named = [pair for chunk in model._chunks for pair in chunk.named_parameters()]
     # Megatron's Float16Module and DistributedDataParallel each put "module." before a name.
     float32 = {name.rpartition("module.")[2] for name, one in named if one.dtype == torch.float32}
     return {
-        "devices": sorted({one.device.type for tensors in kept.values() for one in tensors}),
+        "devices": sorted({one.device.type for one in chain(*kept.values(), (piece.tensor for piece in exported))}),
         "dtypes": {kind: sorted({str(one.dtype) for one in tensors}) for kind, tensors in kept.items()},
         "float32": sorted(float32),
         "memory": list(model.memory()),
-        "pieces": [(one.name, one.shape, one.offsets, one.tensor.shape) for one in model.tensors.export("weights")],
+        "pieces": [(one.name, one.shape, one.offsets, one.tensor.shape) for one in exported],
     }
 
 
