@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from offered_weights import TwoRanks, held_by
 from safetensors.torch import load_file, save_file
 
-from rl_core.errors import EngineError, NotReadyError, WeightProofError
+from rl_core.errors import EngineError, NotReadyError, WeightProofError, WeightsGoneError
 from rl_core.weights import (
     AdapterUpdate,
     PassingChecksums,
@@ -24,6 +26,7 @@ from rl_core.weights import (
     check_receipt,
     digest_tensors,
 )
+from rl_core.weights.broadcast import BroadcastTransport, SenderOptions, join_offers
 from rl_core.weights.transports import SharedFileTransport
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
@@ -79,6 +82,68 @@ class TestUntiedTransformersEngine(EngineConformance):
         engine = started(untied_model_dir)
         yield engine
         asyncio.run(engine.close())
+
+
+class SuiteRanks(TwoRanks):
+    """A learner for a suite."""
+
+    def __init__(self) -> None:
+        super().__init__(SenderOptions(bucket_bytes=10_000))
+
+    def close(self) -> None:
+        self.end()
+
+
+@pytest.mark.parametrize("transport", [SuiteRanks, BroadcastTransport])
+@pytest.mark.parametrize(
+    "check",
+    [UpdateChecks.test_an_update_replaces_what_is_served, UpdateChecks.test_a_refused_update_changes_nothing],
+)
+def test_weights_over_the_network(
+    check: Callable[..., None], transport: Callable[[], Any], engine: TransformersEngine, tied_model_dir: Path
+) -> None:
+    suite = UpdateChecks()
+    suite.transport = transport  # type: ignore[assignment]
+    check(suite, engine, tied_model_dir)
+
+
+def test_a_rank_that_is_gone_leaves_the_engine_as_it_was(engine: TransformersEngine, tied_model_dir: Path) -> None:
+    tensors = load_file(tied_model_dir / "model.safetensors")
+    ranks = TwoRanks(SenderOptions(deadline_s=1.0))
+    update = ranks.pack(perturbed(tensors, scale=0.05), version=3, tied=TIED_HEAD)
+    before = generate(engine, seed=4)[0]
+    ranks.senders[1].close()
+    with pytest.raises(WeightsGoneError, match="rank 1 of the learner .*cannot be reached"):
+        asyncio.run(engine.update_weights(update))
+    after = generate(engine, seed=4)[0]
+    assert after.token_ids.tolist() == before.token_ids.tolist()
+    assert set(after.policy_versions.tolist()) == {0}
+    ranks.end()
+
+
+def test_a_rank_that_fails_midway_fails_the_engine_and_is_named(
+    engine: TransformersEngine, tied_model_dir: Path
+) -> None:
+    """Half of its weights are new: it must not go on with them."""
+    tensors = load_file(tied_model_dir / "model.safetensors")
+    parts, broken = [held_by(rank, tensors) for rank in range(2)], threading.Event()
+    read = parts[1][-1].read
+
+    def read_or_fail() -> torch.Tensor:
+        if broken.is_set():
+            raise RuntimeError("out of memory")
+        return read()
+
+    parts[1][-1] = replace(parts[1][-1], read=read_or_fail)
+    ranks = TwoRanks(SenderOptions(bucket_bytes=1000, deadline_s=5.0))
+    offers = [sender.offer(part, ranks.options, version=3) for sender, part in zip(ranks.senders, parts, strict=True)]
+    update = join_offers(offers, tensors, version=3, tied=TIED_HEAD)
+    broken.set()
+    with pytest.raises(EngineError, match="rank 1 of the learner: .*did not get through"):
+        asyncio.run(engine.update_weights(update))
+    with pytest.raises(EngineError, match="rank 1 of the learner"):
+        generate(engine)
+    ranks.end()
 
 
 @pytest.fixture(scope="module")

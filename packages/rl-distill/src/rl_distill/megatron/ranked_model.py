@@ -88,7 +88,7 @@ class RankedModel:
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config)
         if self.trains:
-            check_learner(options, parallel, self._source.config)
+            check_learner(options, parallel, self._source.config, lora=self._lora)
         adapted_modules(self._source.config, self._lora)
         self._name = name or self.kind
         self._owns_ranks = ranks is None
