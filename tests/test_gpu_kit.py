@@ -22,7 +22,7 @@ from rl_distill.checkpoints.hf_folder import PolicyTensors
 
 ROOT = BENCHMARKS.parent
 plan, policy, report = (load_benchmark(f"_gpu_{name}") for name in ("plan", "policy", "report"))
-KNOWN = {"device": "NVIDIA H200", "torch": "2.11.0", "commit": "abc", "is_quick": False}
+KNOWN = {"device": "NVIDIA H200", "torch": "2.11.0", "sources": "abc", "is_quick": False}
 GROUP = plan.Group(name="ours-4b", kind="ours", shape="4b", rows=("4k", "32k"))
 
 
@@ -47,7 +47,8 @@ def test_the_short_form_measures_everything_and_is_continued(gpu: ModuleType, tm
     assert ours["loss_difference"] < 1e-3  # the sides have the same weights and tokens
     assert ours["times_as_fast_as_transformers"] > 0
     assert shared["num_computed_tokens"] < shared["num_tokens"]
-    assert shared["bound"] > 1
+    assert rows["ours-4b/bound"]["bound"] > 1
+    assert rows["ours-4b/bound"]["share_of_bound"] > 0
     assert rows["weights-4b/publish_and_prove"]["gb_per_s"] > 0
     assert rows["distillation/top_k_forward_kl"]["loss_difference"] < 1e-4
     assert rows["queue/lease_to_device"]["gb"] > 0
@@ -140,6 +141,11 @@ def test_a_report_of_another_machine_is_not_continued(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"device 'NVIDIA H200', now 'NVIDIA A100'\. Begin anew with --fresh"):
         report.Report(file, other, is_fresh=False)
     assert report.Report(file, other, is_fresh=True).done == set()
+    mended = report.Report(file, {**KNOWN, "sources": "def"}, is_fresh=False)
+    mended.add(GROUP, {"row": "32k", "values": {"tokens_per_s": 2.0}})
+    assert "several states of the sources (`sources` of each row): abc, def" in "\n".join(report.table(mended.content))
+    mended.forget([GROUP])
+    assert mended.done == set()
     file.write_text("[]")
     with pytest.raises(ValueError, match="is no report of this program"):
         report.Report(file, KNOWN, is_fresh=False)

@@ -35,7 +35,10 @@ class Published:
     def __init__(self, job: Job) -> None:
         """Load the learner and the engine, and take a step, so that they differ."""
         self._job = job
-        options = LearnerOptions(dtype="bfloat16", learning_rate=1e-4, num_threads=torch.get_num_threads())
+        # Everything made again in the one step: learner and engine share the memory that transformers' training needs.
+        options = LearnerOptions(
+            dtype="bfloat16", learning_rate=1e-4, recompute="full", num_threads=torch.get_num_threads()
+        )
         policy = MegatronLearner(Path(job.policy), options)
         self._learners = Learners(policy=policy, reference=None, critic=None, close=policy.close)
         self._engine = TransformersEngine(Path(job.policy), TransformersOptions(dtype="bfloat16"))

@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from rl_core.cluster.processes.guard import descendants, is_running
 from rl_core.errors import EngineDiedError, WeightProofError
 from rl_core.weights.broadcast import BroadcastTransport, SenderOptions
+from rl_core.weights.digests import LORA_A, LORA_B, digest_tensors
 from rl_core.weights.publish import ProofTolerances, check_receipt
 from rl_core.weights.transports import SharedFileTransport, TensorTransport
-from rl_core.weights.update import LORA_A, LORA_B, AdapterUpdate, WeightUpdate, digest_tensors
+from rl_core.weights.update import AdapterUpdate, WeightUpdate
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions

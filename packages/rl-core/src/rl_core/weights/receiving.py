@@ -2,7 +2,7 @@
 
 import socket
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ import torch
 
 from rl_core.errors import DeadlineError, TransferError
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
+from rl_core.weights.digests import ChecksumKind
 from rl_core.weights.secret_sockets import connect, receive_message, send_message
 from rl_core.weights.update import Broadcast, Rectangle, WeightSource, WeightUpdate
 
@@ -38,12 +39,14 @@ class ReceivePlan:
         version: Of the policy.
         specs: All tensors, in order.
         tied: Names among them that the model serves from another tensor.
+        kinds: What checksum to compute of each.
         rectangles: What each sender sends, in order.
     """
 
     version: int
     specs: Sequence[TensorSpec]
     tied: Sequence[str] = ()
+    kinds: Mapping[str, ChecksumKind] = field(default_factory=dict)
     rectangles: Sequence[Sequence[Rectangle]] = field(default=(), repr=False)
 
 
@@ -54,6 +57,7 @@ def receive_plan(update: WeightUpdate) -> ReceivePlan:
         version=update.version,
         specs=specs,
         tied=list(update.tied),
+        kinds={name: digest.kind for name, digest in update.digests.items()},
         rectangles=[source.rectangles for source in update_sources(update)],
     )
 
