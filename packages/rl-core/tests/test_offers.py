@@ -23,7 +23,7 @@ from rl_core.weights.broadcast import (
     receive_plan,
 )
 from rl_core.weights.digests import digest_tensors, tensor_checksum
-from rl_core.weights.rectangle_sums import digest_rectangle, join_digests
+from rl_core.weights.rectangle_sums import digest_rectangles, join_digests
 from rl_core.weights.update import Rectangle, WeightUpdate
 
 CPU = torch.device("cpu")
@@ -102,8 +102,8 @@ def test_the_digests_of_rectangles_make_that_of_the_tensor_however_it_is_cut(dat
     cut = [data.draw(st.integers(0, size)) for size in shape]
     tensor = torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
     parts = [held(tensor, one) for one in pieces("a", shape, cut)]
-    digests = [(one.rectangle, digest_rectangle(one.read(), one.rectangle, one.shape)) for one in parts]
-    (digest,) = join_digests(digests).values()
+    digests = digest_rectangles((one.rectangle, one.shape, one.read()) for one in parts)
+    (digest,) = join_digests(zip([one.rectangle for one in parts], digests, strict=True)).values()
     (expected,) = digest_tensors({"a": tensor}, kind="sums").values()
     assert (digest.shape, digest.dtype, digest.checksum) == (expected.shape, expected.dtype, expected.checksum)
     np.testing.assert_allclose(digest.probe, expected.probe, rtol=0, atol=1e-3)
