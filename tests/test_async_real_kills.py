@@ -173,6 +173,7 @@ def test_async_twenty_kills_of_real_roles(run: TinyRun, seed: int, rank: int) ->
         "replicas__restarts": NUM_KILLS,
         "parallel__ranks": 2,
         "cluster__kind": "process",
+        "weights__transport": "direct",
     }
     roles = draw.choices(sorted(LOGS), k=NUM_KILLS)
     with async_training(run, **settings) as process:
