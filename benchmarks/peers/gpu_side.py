@@ -76,6 +76,7 @@ class Trained:
         self._job = job
         self._mode = ""
         self._side: Any = None
+        self._is_warm = False
 
     def measure(self, row: str) -> Values:
         """Tokens a second and MFU of a workload.
@@ -133,14 +134,15 @@ class Trained:
             self._side, self._mode = self._open(mode), mode
 
     def _timed(self, row: str, step: Callable[[Rows], Any]) -> Values:
-        """Times of a workload's steps; the first two, in which kernels are compiled, do not count."""
-        num_warm, num_timed = (1, 1) if self._job.is_short else (2, 3)
+        """Times of a workload's steps; the first ones, in which kernels are compiled, do not count."""
+        num_warm, num_timed = 1 if self._is_warm or self._job.is_short else 2, 1 if self._job.is_short else 3
         config = self._job.config
         side = _Stepped(step)
         answers = []
         for seed in range(num_warm + num_timed):
             rows = make_rows(row, config, seed=seed, is_short=self._job.is_short)
             answers.append(timed_step(side, rows))
+        self._is_warm = True
         seconds = median(answer["step_s"] for answer in answers[num_warm:])
         flops = 3 * forward_flops(parse_policy_config(config), rows.lengths.tolist())
         is_shared = len(set(rows.prompts.tolist())) < len(rows.prompts)
