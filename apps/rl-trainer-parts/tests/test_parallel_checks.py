@@ -27,6 +27,9 @@ CONFIG = {
 }
 
 
+SHARED_GPU = {"weights.transport": "ipc", "rollout.placement": "process"}
+
+
 def settings_with(changes: dict[str, Any]) -> Settings:
     values: dict[str, dict[str, Any]] = {
         "policy": {"path": Path("p")},
@@ -58,6 +61,17 @@ def settings_with(changes: dict[str, Any]) -> Settings:
             {"replicas.count": 2},
             "replicas.count = 2, replicas.cpus and replicas.gpus need engines in processes of their",
         ),
+        ({"weights.transport": "ipc"}, 'set rollout.placement to "process" and replicas.count to 1, or take'),
+        (
+            {**SHARED_GPU, "replicas.count": 2},
+            'weights.transport = "ipc" is for one engine in a process of its own and a learner of one rank, on one GPU',
+        ),
+        ({**SHARED_GPU, "engine.tensor_parallel_size": 2}, "set engine.tensor_parallel_size to 1, or take"),
+        ({**SHARED_GPU, "cluster.kind": "process"}, 'set cluster.kind to "inline" and parallel.ranks to 1, or take'),
+        (
+            {"rollout.sleep_keeps_weights": False, "lora.rank": 4},
+            "rollout.sleep_keeps_weights = false drops the",
+        ),
         ({"replicas.count": 0, "rollout.placement": "process"}, "replicas.count must be at least 1; found 0"),
         (
             {"rollout.placement": "ray", "cluster.ray_address": "host:1"},
@@ -78,6 +92,11 @@ def test_layouts_that_cannot_be_are_refused(changes: dict[str, Any], said: str) 
     with pytest.raises(SettingsError) as refused:
         check_values(settings_with(changes))
     assert said in str(refused.value)
+
+
+def test_one_engine_beside_a_learner_of_one_rank_may_share_its_gpu() -> None:
+    check_values(settings_with({**SHARED_GPU, "rollout.sleep": True, "rollout.sleep_keeps_weights": False}))
+    check_values(settings_with({"rollout.sleep_keeps_weights": False, "lora.rank": 4, "lora.serving": "merged"}))
 
 
 def test_four_ranks_in_processes_are_taken() -> None:

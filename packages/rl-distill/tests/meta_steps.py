@@ -29,19 +29,25 @@ COLUMNS = ("advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs
 OBJECTIVE = policy_objective(PolicyObjectiveOptions(entropy_coefficient=0.01, kl_coefficient=0.1, correction="token"))
 
 
-def make_share(num_packs: int) -> RankShare:
-    """Micro-batches of `ROWS` each, with every column that the objective reads."""
+def make_share(num_packs: int, *, is_forest: bool) -> RankShare:
+    """Micro-batches of `ROWS` each, with every column that the objective reads.
+
+    A forest is one micro-batch, in which the rows of a prompt, every second one, begin with 8 tokens alike.
+    """
     lengths = ROWS * num_packs
     offsets = offsets_of(lengths)
     total = int(offsets[-1])
-    mask = np.arange(total) - np.repeat(offsets[:-1], lengths) >= 2
+    positions = np.arange(total) - np.repeat(offsets[:-1], lengths)
+    mask = positions >= 2
     values: dict[str, Any] = {name: np.full(total, -0.5, dtype=np.float32) for name in COLUMNS}
-    values["input_ids"] = np.arange(total, dtype=np.int32) % 40
+    ids = np.arange(total) % 40
+    values["input_ids"] = np.where(is_forest & (positions < 8), positions, ids).astype(np.int32)
     values["loss_mask"] = mask
     values["loss_weights"] = (mask / mask.sum()).astype(np.float32)
-    keys = [RowKey(f"prompt{row}", 0, 0) for row in range(len(lengths))]
+    keys = [RowKey(f"prompt{row % 2 if is_forest else row}", row, 0) for row in range(len(lengths))]
     batch = Batch(keys, {name: Ragged(column, offsets) for name, column in values.items()})
-    return RankShare(batch=batch, sizes=(len(ROWS),) * num_packs)
+    sizes = (len(lengths),) if is_forest else (len(ROWS),) * num_packs
+    return RankShare(batch=batch, sizes=sizes, min_shared=int(is_forest))
 
 
 class Watched:
@@ -76,7 +82,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     source = open_policy(case["policy"], is_critic=head == "value")
     options, lora = LearnerOptions(**case["options"]), LoraOptions(rank=case["lora"])
     plan = ModelPlan(source=source, options=options, parallel=parallel, head=head, lora=lora)  # type: ignore[arg-type]
-    share, objective = make_share(parallel.pipeline), Watched(kind)
+    is_forest = case["is_forest"]
+    share, objective = make_share(2 if is_forest else parallel.pipeline, is_forest=is_forest), Watched(kind)
     length = sum(ROWS) // parallel.context // (parallel.tensor if parallel.sequence else 1)
     become_rank(case["rank"], parallel)
     with as_on_gpu(length=length, hidden_size=source.config.hidden_size):
@@ -87,6 +94,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             step = model.train_step(share, objective, temperature=0.9, with_entropy=head == "policy", with_tokens=True)
             found["scored"] = None if scored is None else {name: list(of.shape) for name, of in scored.items()}
             found["is_applied"] = None if step is None else step.is_applied
+            found["computed_tokens"] = None if step is None else step.computed_tokens
             found["seen"] = sorted(objective.seen)
         return found | _tensors_of(model)
 

@@ -114,7 +114,7 @@ def ask() -> Iterator[Ask]:
 
         def answer(policy: dict[str, Any], layout: ParallelOptions = ONE, **case: Any) -> dict[str, Any]:
             options = {"dtype": "bfloat16", "kernels": "fused", **case.pop("options", {})}
-            defaults = {"rank": 0, "objective": "policy", "lora": 0, "steps": 1, "is_large": False}
+            defaults = {"rank": 0, "objective": "policy", "lora": 0, "steps": 1, "is_large": False, "is_forest": False}
             told = {**defaults, **case, "policy": policy, "layout": asdict(layout), "options": options}
             child.stdin.write(json.dumps(told) + "\n")
             child.stdin.flush()
@@ -170,6 +170,13 @@ def test_a_step_takes_a_gpus_way(layout: str, family: str, how: str, ask: Ask) -
     rank = parallel.ranks - 1
     found = ask(layout=parallel, rank=rank, options={"recompute": how}, **case)
     check_rank(found, case, parallel, rank)
+
+
+@pytest.mark.parametrize("layout", ["one", "CP2"])
+def test_rows_that_share_prefixes_do_not_wait_for_a_gpu(layout: str, ask: Ask) -> None:
+    found = ask(QWEN3, layout=LAYOUTS[layout], is_forest=True)
+    check_rank(found, {"policy": QWEN3}, LAYOUTS[layout], 0)
+    assert found["computed_tokens"] == 2 * 8 + 6 * 8
 
 
 @pytest.mark.parametrize("head", ["policy", "value"])

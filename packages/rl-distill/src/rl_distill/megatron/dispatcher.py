@@ -10,26 +10,19 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 
-class LocalDispatcher(MoETokenDispatcher):  # type: ignore[misc]
-    """Sorts tokens by expert; the ranks that cut experts share all their tokens first.
+class LocalDispatcher:
+    """Sorts tokens by expert; ranks that cut the same experts share all their tokens first. Has megatron's interface.
 
     Rows of an expert are in the order of their tokens, and a token's outputs are added in the order of its experts, as
     megatron's dispatcher does.
     """
 
-    def __init__(self, config: Any, *, pg_collection: Any) -> None:
-        """Take what megatron's dispatchers take.
-
-        Args:
-            config: megatron's TransformerConfig.
-            pg_collection: Its process groups.
-        """
-        super().__init__(config=config, pg_collection=pg_collection)
-        self._top_k, self._num_experts = config.moe_router_topk, config.num_moe_experts
+    def __init__(self, config: Any, *, group: Any) -> None:
+        """Take megatron's configuration, and the ranks that cut the same experts."""
+        self._top_k, self._num_experts, self._group = config.moe_router_topk, config.num_moe_experts, group
 
     def dispatch_preprocess(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """Of a map of choices, the experts of each token.
@@ -49,11 +42,9 @@ class LocalDispatcher(MoETokenDispatcher):  # type: ignore[misc]
 
     def token_dispatch(self, hidden: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
         """Gather the tokens of all ranks that cut the same experts."""
-        if self.tp_size > 1:
-            hidden, shares = (
-                gather_from_sequence_parallel_region(one, group=self.tp_group) for one in (hidden, shares)
-            )
-            self._experts = gather_from_sequence_parallel_region(self._experts, group=self.tp_group)
+        if self._group.size() > 1:
+            hidden, shares = (gather_from_sequence_parallel_region(one, group=self._group) for one in (hidden, shares))
+            self._experts = gather_from_sequence_parallel_region(self._experts, group=self._group)
         return hidden, shares
 
     def dispatch_postprocess(self, hidden: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,9 +67,9 @@ class LocalDispatcher(MoETokenDispatcher):  # type: ignore[misc]
 
     def token_combine(self, hidden: Tensor) -> Tensor:
         """Sum over the ranks that cut the same experts, to each its own tokens."""
-        if self.tp_size == 1:
+        if self._group.size() == 1:
             return hidden
-        return reduce_scatter_to_sequence_parallel_region(hidden, group=self.tp_group)  # type: ignore[no-any-return]
+        return reduce_scatter_to_sequence_parallel_region(hidden, group=self._group)  # type: ignore[no-any-return]
 
     def combine_postprocess(self, hidden: Tensor) -> Tensor:
         """[T, 1, hidden]."""

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -72,18 +71,13 @@ def mixture_spec(shared: MLPSubmodules) -> ModuleSpec:
         shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
         router=ReplayRouter,
     )
-    return ModuleSpec(module=Mixture, submodules=submodules)
+    return ModuleSpec(module=MoELayer, submodules=submodules)
 
 
-class Mixture(MoELayer):  # type: ignore[misc]
-    """megatron's layer; tokens whose experts are all on this rank go through a dispatcher of ours."""
-
-    def __init__(self, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
-        """As megatron's."""
-        groups = get_default_pg_collection() if pg_collection is None else pg_collection
-        super().__init__(*args, pg_collection=groups, **kwargs)
-        if groups.ep.size() == 1:
-            self.token_dispatcher = LocalDispatcher(self.config, pg_collection=groups)
+def dispatch_locally(mixture: MoELayer) -> None:
+    """Exchange megatron's dispatcher for ours where a rank has all experts, or its slice of all."""
+    if mixture.ep_group.size() == 1:
+        mixture.token_dispatcher = LocalDispatcher(mixture.config, group=mixture.token_dispatcher.tp_group)
 
 
 class SigmoidScores(NamedTuple):

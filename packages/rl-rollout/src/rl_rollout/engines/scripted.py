@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
 from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineError, NotReadyError
-from rl_core.weights import RoutedScores, WeightReceipt, WeightUpdate, tensor_crc32c
+from rl_core.weights import RoutedScores, WeightReceipt, WeightUpdate, tensor_checksum
 from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, TokenScores
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
@@ -151,7 +152,7 @@ class ScriptedEngine:
         """See `RolloutEngine.reset_prefix_cache`; a script keeps none."""
         self.traits  # noqa: B018
 
-    async def sleep(self) -> None:
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:  # noqa: ARG002 - it has no weights
         """See `RolloutEngine.sleep`."""
         if not self.traits.can_sleep or self._waiting:
             raise EngineError(f"{self.traits.name} cannot sleep, or has {len(self._waiting)} samples running.")
@@ -245,7 +246,7 @@ def honest_receipt(update: WeightUpdate) -> WeightReceipt:
     live.update({name: live[source] for name, source in update.tied.items()})
     tensors = update.tensors or {}
     arrived = {
-        name: tensor_crc32c(tensors[name]) if name in tensors else digest.crc32c
+        name: tensor_checksum(tensors[name], digest.kind) if name in tensors else digest.checksum
         for name, digest in update.digests.items()
     }
     return WeightReceipt(version=update.version, arrived=arrived, live=live)
