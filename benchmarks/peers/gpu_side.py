@@ -26,6 +26,7 @@ from _protocol import private_stdout, write
 
 from rl_distill.architecture.flops import forward_flops
 from rl_distill.architecture.policy_config import parse_policy_config
+from rl_distill.testing import install_cpu_kernels
 
 Values = dict[str, Any]
 MODES = ("none", "selective", "full")
@@ -185,7 +186,7 @@ class _Stepped:
 
 
 class Ours(Trained):
-    """Our Megatron learner."""
+    """Our Megatron learner; in the short form with what it takes on a GPU, by kernels for tests where there is none."""
 
     kernels = "auto"
 
@@ -212,6 +213,9 @@ class Ours(Trained):
         from our_learner import Ours as Learner
 
         preset = preset_of(self._job.config, "4k", is_short=self._job.is_short)
+        if self._job.device.type == "cpu":
+            install_cpu_kernels()
+            return Learner(Path(self._job.policy), preset, kernels="fused", recompute=mode)
         return Learner(Path(self._job.policy), preset, kernels=self.kernels, recompute=mode)
 
     def _packing(self, budget: int) -> Callable[[Rows], Any]:
@@ -303,7 +307,9 @@ def run_group(job: Job, tell: Callable[[Mapping[str, Any]], None]) -> None:
     for row in job.rows:
         tell({"row": row})
         try:
-            values = side.measure(row)
+            # A compiler takes longer than the whole short form, and has tests of its own.
+            with torch.compiler.set_stance("force_eager") if job.is_short else contextlib.nullcontext():
+                values = side.measure(row)
         except Exception as error:
             traceback.print_exc()
             tell({"row": row, "error": _described(error)})
