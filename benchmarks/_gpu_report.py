@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _gpu_plan import Group
+from _gpu_plan import BOUND, Group
 
 Row = dict[str, Any]
 
@@ -14,14 +14,16 @@ WANTED = (
     ("Qwen3-4B: tokens/s, of transformers'", "ours-4b/4k", "times_as_fast_as_transformers", 1.3),
     ("30B-A3B of 8 layers: MFU", "ours-30b-a3b/4k", "mfu", 0.30),
     ("publish and prove 8 GB: seconds at most", "weights-4b/publish_and_prove", "wall_s", 1.0),
-    ("shared_512_16: share of the bound", "ours-4b/shared_512_16", "share_of_bound", 0.85),
+    ("shared_512_16: share of the bound", "ours-4b/bound", "share_of_bound", 0.85),
 )
 """What is wanted of one H200: of which measurement, and of what of it."""
 _AT_MOST = ("wall_s",)
-SAME = ("device", "torch", "commit", "is_quick")
+SAME = ("device", "torch", "is_quick")
 """What must be as it was, for a report to be continued."""
 AGREEMENT = 3e-2
-"""Largest relative difference of the sides' losses, in bfloat16."""
+"""Largest relative difference of the sides' losses and gradient norms, in bfloat16."""
+COMPARED = "/4k"
+"""End of the workload with which all sides begin, from the same weights."""
 
 ADVICE = (
     (("OutOfMemory", "out of memory"), "it does not fit: end what else uses the GPU (`nvidia-smi`), then start again"),
@@ -64,7 +66,7 @@ class Report:
             is_fresh: Begin anew though there is one.
 
         Raises:
-            ValueError: The file's report is of another machine or program, or is none.
+            ValueError: The file's report is of another machine or torch, or is none.
         """
         self.file = file
         self.content: dict[str, Any] = {
@@ -84,26 +86,38 @@ class Report:
         """Names of the measurements that need not be made again."""
         return {row["name"] for row in self.content["results"]}
 
+    def forget(self, groups: Sequence[Group]) -> None:
+        """Make the measurements of these groups again."""
+        begins = tuple(f"{group.name}/" for group in groups)
+        self.content["results"] = [row for row in self.content["results"] if not row["name"].startswith(begins)]
+
     def add(self, group: Group, told: Mapping[str, Any]) -> None:
         """Keep what a side told of a row."""
         name = f"{group.name}/{told['row']}"
         if "values" in told:
             workload = "/".join(filter(None, (group.shape, told["row"])))
-            self.content["results"].append({"name": name, "system": group.kind, "workload": workload, **told["values"]})
+            key = {"name": name, "system": group.kind, "workload": workload, "sources": self.content["sources"]}
+            self.content["results"].append({**key, **told["values"]})
         elif "error" in told:
-            advice = advice_for(told["error"])
-            self.content["failures"].append({"name": name, "error": told["error"], "advice": advice})
+            self._fail(name, told["error"], advice_for(told["error"]))
         self.write()
 
     def finish(self, groups: Sequence[Group], skipped: Mapping[str, str]) -> None:
         """Say what was not reached, and what the goals' measurements give."""
         compare(self.content["results"])
+        for row in self.content["results"]:
+            if not row.get("difference", 0.0) <= AGREEMENT:
+                error = f"losses or gradient norms differ by {row['difference']:.2g} from transformers'"
+                self._fail(row["name"], error, "one of the two computes something else; compare no speeds")
         failed = {row["name"] for row in self.content["failures"]}
         names = [f"{group.name}/{row}" for group in groups for row in group.rows if group.name not in skipped]
         self.content["not_reached"] = [name for name in names if name not in self.done | failed]
         self.content["skipped"] = dict(skipped)
         self.content["targets"] = targets([] if self.content["is_quick"] else self.content["results"])
         self.write()
+
+    def _fail(self, name: str, error: str, advice: str) -> None:
+        self.content["failures"].append({"name": name, "error": error, "advice": advice})
 
     def write(self) -> None:
         """Replace the file, so that it is whole whenever the program is ended."""
@@ -125,18 +139,24 @@ def _continued(file: Path, fresh: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(rows: Sequence[Row]) -> None:
-    """Tell each of our rows how it stands to transformers and to megatron on the same workload."""
+    """Tell each of our rows how it stands to transformers and to megatron on the same workload, and to its bound."""
+    by_name = {row["name"]: row for row in rows}
+    for name, row in by_name.items():
+        shared = by_name.get(name.replace("/bound", f"/{BOUND}"))
+        if name.endswith("/bound") and shared is not None:
+            row["share_of_bound"] = shared["times_as_fast_as_apart"] / row["bound"]
     by_key = {(row["system"], row["workload"]): row for row in rows}
     for row in rows:
         if row["system"] not in ("ours", "transformer_engine"):
             continue
         for peer in ("transformers", "megatron"):
             other = by_key.get((peer, row["workload"]))
-            if other is None or other.get("num_layers") != row["num_layers"]:
+            if other is None or other["num_layers"] != row.get("num_layers"):
                 continue
             row[f"times_as_fast_as_{peer}"] = row["tokens_per_s"] / other["tokens_per_s"]
-            if peer == "transformers":  # megatron's weights are others
-                row["loss_difference"] = abs(row["losses"][0] - other["losses"][0]) / abs(other["losses"][0])
+            if peer == "transformers" and row["workload"].endswith(COMPARED):  # megatron's weights are others
+                pairs = [(row[name][0], other[name][0]) for name in ("losses", "grad_norms")]
+                row["difference"] = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
 
 
 def targets(rows: Sequence[Row]) -> list[Row]:
@@ -160,6 +180,9 @@ def table(content: Mapping[str, Any]) -> list[str]:
     lines += [f"  {name:36}skipped: {reason}" for name, reason in content["skipped"].items()]
     if content["not_reached"]:
         lines.append(f"  not reached, start again to go on: {', '.join(content['not_reached'])}")
+    made_by = sorted({row["sources"] for row in content["results"]})
+    if len(made_by) > 1:
+        lines.append(f"  made by several states of the sources (`sources` of each row): {', '.join(made_by)}")
     lines.append("wanted of one H200")
     for target in content["targets"]:
         verdict = {None: "not measured", True: "met", False: "missed"}[target["is_met"]]
@@ -179,7 +202,6 @@ def _line(row: Row) -> str:
     notes = [f"{name.replace('_', ' ')} {row[name]:.3g}" for name in _NOTED if isinstance(row.get(name), float)]
     notes += [f"recompute {row['recompute']}"] if row.get("recompute", "none") != "none" else []
     notes += [f"{row['num_layers']} layers"] if "num_layers" in row else []
-    notes += ["LOSSES DIFFER"] if row.get("loss_difference", 0) > AGREEMENT else []
     return f"  {row['name']:36}{''.join(cells)}  {', '.join(notes)}"
 
 

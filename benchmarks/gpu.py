@@ -10,6 +10,7 @@ ended. --short takes tiny sizes, in this process, and runs on a CPU. benchmarks/
 
 import argparse
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -50,6 +51,7 @@ QUIET = {
 }
 """Variables of every child: none of them looks for a network."""
 FEW_FRAGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""For what fills the GPU; another process cannot open such memory everywhere."""
 Tell = Callable[[Mapping[str, Any]], None]
 
 
@@ -63,12 +65,15 @@ def main(words: Sequence[str]) -> int:
     ends_at = time.monotonic() + 60 * options.minutes
     try:
         machine = Machine.of_this(options)
-        report = Report(options.json, machine.told(is_short=options.short), is_fresh=options.fresh)
+        is_anew = options.fresh and not options.only
+        report = Report(options.json, machine.told(is_short=options.short), is_fresh=is_anew)
     except (ValueError, subprocess.SubprocessError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     bench = Bench(machine=machine, report=report, is_short=options.short, ends_at=ends_at, policies=Policies())
     groups = plan_of(is_short=options.short, only=tuple(options.only))
+    if options.fresh:
+        report.forget(groups)
     skipped = {group.name: reason for group in groups if (reason := reason_to_skip(group, is_short=options.short))}
     try:
         for group in groups:
@@ -90,7 +95,7 @@ def run_tests(words: Sequence[str]) -> int:
     if lacking:
         sys.stderr.write(f"error: this Python lacks {', '.join(lacking)}; locks/gpu.md says how to install them\n")
         return 2
-    env = {**environment(), "OMP_NUM_THREADS": "1"}
+    env = environment(OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "pytest", "-m", "gpu", *(words or gpu_tests())]
     return subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
 
@@ -109,7 +114,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="file of the results, which is continued")
     parser.add_argument("--minutes", type=float, default=9.0, help="when these have passed, all ends")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="groups with this in their name")
-    parser.add_argument("--fresh", action="store_true", help="forget what the file has")
+    parser.add_argument("--fresh", action="store_true", help="forget what the file has, with --only of these groups")
     parser.add_argument("--peak-tflops", type=float, help="of the GPU, dense bfloat16, where its name is not known")
     parser.add_argument("--short", "--quick", action="store_true", help="tiny sizes in one process: does it run at all")
     options = parser.parse_args(words)
@@ -171,11 +176,10 @@ class Machine:
 
     def told(self, *, is_short: bool) -> dict[str, Any]:
         """What the report has of it."""
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
         return {
             "device": self.about["device"],
             "torch": self.about["torch"],
-            "commit": commit.stdout.strip(),
+            "sources": sources_digest(),
             "is_quick": is_short,
             "date": time.strftime("%Y-%m-%d"),
             "environment": {
@@ -286,7 +290,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 text=True,
-                env={**environment(), **FEW_FRAGMENTS},
+                env=environment(**({} if job["kind"] == "weights" else FEW_FRAGMENTS)),
                 start_new_session=True,
             )
         threading.Thread(target=self._read, daemon=True).start()
@@ -328,10 +332,19 @@ class Child:
         return f"{self._log} ends with: {' | '.join(lines)[:400]}"
 
 
-def environment() -> dict[str, str]:
+def environment(**variables: str) -> dict[str, str]:
     """Variables of a child, which finds what this program finds."""
     paths = [*BENCHMARKS, *SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(paths), **variables}
+
+
+def sources_digest() -> str:
+    """What is measured, and by what; a GPU machine may have a copy without its history."""
+    digest = hashlib.sha256()
+    for folder in (ROOT / "benchmarks", *map(Path, SOURCES)):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def say(line: str) -> None:

@@ -1,10 +1,12 @@
 """The main path on a GPU: an engine generates, Megatron trains, every update is proved. Run with `nox -s gpu`."""
 
 import asyncio
+import gc
 import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,6 +144,83 @@ def test_flash_attention_over_a_forest_is_that_of_rows_in_buckets(tmp_path: Path
         assert found.computed_tokens < expected.computed_tokens == len(batch.ragged("input_ids").values)
     flash.close()
     buckets.close()
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes", "tolerance"), [("float32", 8, 1e-5), ("bfloat16", 12, 1e-2)])
+def test_an_optimizer_on_the_host_leaves_the_gpu_between_steps(
+    dtype: str, num_bytes: int, tolerance: float, tmp_path: Path
+) -> None:
+    from rl_distill.megatron.learner import MegatronLearner
+    from rl_distill.supervised import supervised_objective
+
+    run = make_tiny_run(tmp_path)
+    losses, allocated = [], []
+    for offloads in (False, True):
+        options = LearnerOptions(learning_rate=1e-3, dtype=dtype, offload_optimizer=offloads)
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        learner = MegatronLearner(run.folder / "policy", options)
+        losses.append([learner.train_step(gpu_batch(seed=step), supervised_objective).loss for step in range(3)])
+        allocated.append(torch.cuda.memory_allocated() - before)
+        size = num_bytes * learner.num_parameters  # Adam's moments, and float32 weights behind others
+        learner.save(tmp_path / f"saved-{offloads}")
+        learner.load(tmp_path / f"saved-{offloads}")
+        losses[-1].append(learner.train_step(gpu_batch(), supervised_objective).loss)
+        learner.close()
+    assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+    assert allocated[0] - allocated[1] >= size
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_that_are_computed_again_on_the_gpu_learn_the_same_and_keep_less(dtype: str, tmp_path: Path) -> None:
+    from rl_distill.megatron.learner import MegatronLearner
+    from rl_distill.supervised import supervised_objective
+
+    run = make_tiny_run(tmp_path)
+    losses, peaks = [], []
+    for modules in ((), ("layernorm",), ("mlp",), ("core_attn", "layernorm", "mlp")):
+        selective = {"recompute": "selective", "recompute_modules": modules} if modules else {}
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        learner = MegatronLearner(run.folder / "policy", LearnerOptions(learning_rate=1e-3, dtype=dtype, **selective))
+        losses.append([learner.train_step(gpu_batch(seed=step), supervised_objective).loss for step in range(3)])
+
+        def objective(*args: Any) -> Any:
+            peaks.append(torch.cuda.memory_allocated() - before)  # noqa: B023 - between the passes of this learner
+            return supervised_objective(*args)
+
+        learner.train_step(gpu_batch(), objective)
+        learner.close()
+    for found in losses[1:]:
+        assert found == pytest.approx(losses[0], rel=1e-5 if dtype == "float32" else 1e-2)
+    assert max(peaks[1:]) < peaks[0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks over NCCL need two GPUs")
+def test_two_gpus_overlap_their_sums_and_gathers(tmp_path: Path) -> None:
+    from rl_core.cluster import ClusterOptions, ResourcePool
+    from rl_distill.megatron.learner import MegatronLearner
+    from rl_distill.megatron.ranks import LearnerRanks
+    from rl_distill.options import ParallelOptions
+    from rl_distill.supervised import supervised_objective
+
+    run = make_tiny_run(tmp_path)
+    plain = LearnerOptions(learning_rate=1e-3, micro_batch_tokens=40, clip_grad=0.0)
+    options = replace(plain, overlap_grad_reduce=True, overlap_param_gather=True)
+    layout = ParallelOptions(ranks=2, distributed_optimizer=True)
+    pool = ResourcePool(name="learner", size=2, gpus=1)
+    ranks = LearnerRanks(layout, cluster=ClusterOptions(kind="process"), pool=pool)
+    learner, other = (
+        MegatronLearner(run.folder / "policy", of, ranks=ranks, name=name)
+        for name, of in (("overlapping", options), ("plain", plain))
+    )
+    for step in range(3):
+        found, expected = (x.train_step(gpu_batch(seed=step), supervised_objective) for x in (learner, other))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        weights, wanted = learner.export_weights(), other.export_weights()
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=1e-5)
+    ranks.close()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks over NCCL need two GPUs")

@@ -9,8 +9,9 @@ import torch
 from run_equality import ASIDE
 from tiny_run import TinyRun, make_tiny_run, train_here
 
+from rl_core.weights.digests import probe_tensor
 from rl_core.weights.transports import TensorTransport
-from rl_core.weights.update import WeightReceipt, WeightUpdate, probe_tensor
+from rl_core.weights.update import WeightReceipt, WeightUpdate
 from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
 from rl_rollout.engines.transformers_stepper import TransformersStepper

@@ -26,6 +26,7 @@ from _protocol import private_stdout, write
 
 from rl_distill.architecture.flops import forward_flops
 from rl_distill.architecture.policy_config import parse_policy_config
+from rl_distill.testing import install_cpu_kernels
 
 Values = dict[str, Any]
 MODES = ("none", "selective", "full")
@@ -76,6 +77,7 @@ class Trained:
         self._job = job
         self._mode = ""
         self._side: Any = None
+        self._is_warm = False
 
     def measure(self, row: str) -> Values:
         """Tokens a second and MFU of a workload.
@@ -83,13 +85,19 @@ class Trained:
         Raises:
             torch.OutOfMemoryError: It does not fit, however much is made again.
         """
-        for mode in self._modes(row):
-            try:
-                return self._measured(row, mode)
-            except torch.OutOfMemoryError:
-                traceback.print_exc()
-                self.close()
+        for mode, budget in self._ways(row):
+            found = self._attempt(row, mode, budget)
+            if found is not None:
+                return found
+            self.close()  # only now: the error's traceback held what was computed
         raise torch.OutOfMemoryError(f"{row} does not fit, with everything made again in the backward pass too.")
+
+    def _attempt(self, row: str, mode: str, budget: int) -> Values | None:
+        try:
+            return self._measured(row, mode, budget)
+        except torch.OutOfMemoryError:
+            traceback.print_exc()
+            return None
 
     def close(self) -> None:
         """Free the learner."""
@@ -100,36 +108,42 @@ class Trained:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _modes(self, row: str) -> list[str]:
+    def _ways(self, row: str) -> list[tuple[str, int]]:
+        """What is made again, and tokens of a micro-batch, that may fit, the most wanted first."""
+        config, budget = self._job.config, preset_of(self._job.config, row, is_short=self._job.is_short).budget
         if self._job.device.type == "cpu":
-            return [MODES[0]]
+            return [(MODES[0], budget)]
         memory_bytes = torch.cuda.get_device_properties(0).total_memory
-        needed = activation_bytes(self._job.config, preset_of(self._job.config, row, is_short=False).budget)
-        left = free_for_activations(self._job.config, memory_bytes=memory_bytes)
-        shares = {"none": 1.0, "selective": 0.8, "full": 0.0}
-        return [mode for mode in self._known_modes() if shares[mode] * needed < left]
+        left = free_for_activations(config, memory_bytes=memory_bytes)
+        kept = {"none": 1.0, "selective": 0.8, "full": 0.0}
+        ways = self._all_ways(budget)
+        return [(mode, tokens) for mode, tokens in ways if kept[mode] * activation_bytes(config, tokens) < left]
 
-    def _known_modes(self) -> tuple[str, ...]:
-        return MODES
+    def _all_ways(self, budget: int) -> list[tuple[str, int]]:
+        return [(mode, budget) for mode in MODES]
 
-    def _measured(self, row: str, mode: str) -> Values:
+    def _measured(self, row: str, mode: str, budget: int) -> Values:
+        self._ready(mode)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        found = self._timed(row, self._packing(budget))
+        return {**found, "recompute": mode, "micro_batch_tokens": budget, **self._about()}
+
+    def _ready(self, mode: str) -> None:
         if mode != self._mode:
             self.close()
             self._side, self._mode = self._open(mode), mode
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        found = self._timed(row, self._repack(row))
-        return {**found, "recompute": mode, **self._about()}
 
     def _timed(self, row: str, step: Callable[[Rows], Any]) -> Values:
-        """Times of a workload's steps; the first two, in which kernels are compiled, do not count."""
-        num_warm, num_timed = (1, 1) if self._job.is_short else (2, 3)
+        """Times of a workload's steps; the first ones, in which kernels are compiled, do not count."""
+        num_warm, num_timed = 1 if self._is_warm or self._job.is_short else 2, 1 if self._job.is_short else 3
         config = self._job.config
         side = _Stepped(step)
         answers = []
         for seed in range(num_warm + num_timed):
             rows = make_rows(row, config, seed=seed, is_short=self._job.is_short)
             answers.append(timed_step(side, rows))
+        self._is_warm = True
         seconds = median(answer["step_s"] for answer in answers[num_warm:])
         flops = 3 * forward_flops(parse_policy_config(config), rows.lengths.tolist())
         is_shared = len(set(rows.prompts.tolist())) < len(rows.prompts)
@@ -151,8 +165,11 @@ class Trained:
     def _open(self, mode: str) -> Any:
         raise NotImplementedError
 
-    def _repack(self, row: str) -> Callable[[Rows], Any]:
-        raise NotImplementedError
+    def _packing(self, budget: int) -> Callable[[Rows], Any]:
+        """The side's step, with micro-batches of so many tokens."""
+        self._side.budget = budget
+        step: Callable[[Rows], Any] = self._side.step
+        return step
 
     def _free(self) -> None:
         """Free the side."""
@@ -169,33 +186,40 @@ class _Stepped:
 
 
 class Ours(Trained):
-    """Our Megatron learner."""
+    """Our Megatron learner; in the short form with what it takes on a GPU, by kernels for tests where there is none."""
 
     kernels = "auto"
 
-    def measure(self, row: str) -> Values:
-        """As `Trained.measure`; where rows share tokens also row by row, and of one workload the bound of sharing."""
-        found = super().measure(row)
-        if row != BOUND and WORKLOADS[row].group == 1:
-            return found
-        tokens = preset_of(self._job.config, row, is_short=self._job.is_short).budget
-        self._side.repack(tokens=tokens, shares=False)
-        apart = self._timed(row, self._side.step)
-        found["times_as_fast_as_apart"] = found["tokens_per_s"] / apart["tokens_per_s"]
-        if row == BOUND:
-            bound = self._side.bound(make_rows(row, self._job.config, seed=0, is_short=self._job.is_short))
-            found |= {"bound": bound, "share_of_bound": found["times_as_fast_as_apart"] / bound}
+    def _measured(self, row: str, mode: str, budget: int) -> Values:
+        """As `Trained`'s; where rows share tokens also row by row, or the bound of that."""
+        if row == "bound":
+            return {"bound": self._bound(mode, budget)}
+        found = super()._measured(row, mode, budget)
+        if row == BOUND or WORKLOADS[row].group > 1:
+            self._side.repack(tokens=budget, shares=False)
+            apart = self._timed(row, self._side.step)
+            found["times_as_fast_as_apart"] = found["tokens_per_s"] / apart["tokens_per_s"]
         return found
+
+    def _bound(self, mode: str, budget: int) -> float:
+        self._ready(mode)
+        self._side.repack(tokens=budget, shares=False)
+        rows = make_rows("bound", self._job.config, seed=0, is_short=self._job.is_short)
+        self._side.step(rows)  # what is compiled is not measured
+        bound: float = self._side.bound(rows)
+        return bound
 
     def _open(self, mode: str) -> Any:
         from our_learner import Ours as Learner
 
         preset = preset_of(self._job.config, "4k", is_short=self._job.is_short)
+        if self._job.device.type == "cpu":
+            install_cpu_kernels()
+            return Learner(Path(self._job.policy), preset, kernels="fused", recompute=mode)
         return Learner(Path(self._job.policy), preset, kernels=self.kernels, recompute=mode)
 
-    def _repack(self, row: str) -> Callable[[Rows], Any]:
-        tokens = preset_of(self._job.config, row, is_short=self._job.is_short).budget
-        self._side.repack(tokens=tokens, shares=True)
+    def _packing(self, budget: int) -> Callable[[Rows], Any]:
+        self._side.repack(tokens=budget, shares=True)
         step: Callable[[Rows], Any] = self._side.step
         return step
 
@@ -212,8 +236,8 @@ class OursOnTransformerEngine(Ours):
 class Transformers(Trained):
     """transformers, with flash attention where that is installed."""
 
-    def _known_modes(self) -> tuple[str, ...]:
-        return (MODES[0], MODES[-1])
+    def _all_ways(self, budget: int) -> list[tuple[str, int]]:
+        return [("none", budget), ("none", budget // 2), ("full", budget)]
 
     def _open(self, mode: str) -> Any:
         from transformers_learner import Padded
@@ -225,11 +249,6 @@ class Transformers(Trained):
 
         preset = preset_of(self._job.config, "4k", is_short=self._job.is_short)
         return Padded(Path(self._job.policy), preset, adapted)
-
-    def _repack(self, row: str) -> Callable[[Rows], Any]:
-        self._side.budget = preset_of(self._job.config, row, is_short=self._job.is_short).budget
-        step: Callable[[Rows], Any] = self._side.step
-        return step
 
     def _about(self) -> Values:
         return {"attention": self._side.attention}
@@ -243,13 +262,8 @@ class Megatron(Trained):
 
         return MegatronModel(self._job.config, recompute=mode, device=self._job.device)
 
-    def _known_modes(self) -> tuple[str, ...]:
-        return (MODES[0], MODES[-1])
-
-    def _repack(self, row: str) -> Callable[[Rows], Any]:
-        self._side.budget = preset_of(self._job.config, row, is_short=self._job.is_short).budget
-        step: Callable[[Rows], Any] = self._side.step
-        return step
+    def _all_ways(self, budget: int) -> list[tuple[str, int]]:
+        return [("none", budget), ("none", budget // 2), ("full", budget)]
 
     def _free(self) -> None:
         self._side.close()
@@ -293,7 +307,9 @@ def run_group(job: Job, tell: Callable[[Mapping[str, Any]], None]) -> None:
     for row in job.rows:
         tell({"row": row})
         try:
-            values = side.measure(row)
+            # A compiler takes longer than the whole short form, and has tests of its own.
+            with torch.compiler.set_stance("force_eager") if job.is_short else contextlib.nullcontext():
+                values = side.measure(row)
         except Exception as error:
             traceback.print_exc()
             tell({"row": row, "error": _described(error)})

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl_core.weights import AdapterUpdate, ProofTolerances, TensorTransport, WeightUpdate, check_receipt, digest_tensors
-from rl_core.weights.update import LORA_A, LORA_B, PEFT_PREFIX
+from rl_core.weights.digests import LORA_A, LORA_B, PEFT_PREFIX
 from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine
 from rl_rollout.engines.weight_checks import module_of
@@ -85,7 +85,7 @@ class Fault:
 
 
 def not_delivered(fault: Fault) -> None:
-    sums = {name: digest.crc32c for name, digest in fault.served.packed(fault.tensors, 0).digests.items()}
+    sums = {name: digest.checksum for name, digest in fault.served.packed(fault.tensors, 0).digests.items()}
     fault.instead = lambda worker: sums
     fault.named = "must be served"
 

@@ -27,6 +27,9 @@ CONFIG = {
 }
 
 
+SHARED_GPU = {"weights.transport": "ipc", "rollout.placement": "process"}
+
+
 def settings_with(changes: dict[str, Any]) -> Settings:
     values: dict[str, dict[str, Any]] = {
         "policy": {"path": Path("p")},
@@ -58,6 +61,17 @@ def settings_with(changes: dict[str, Any]) -> Settings:
             {"replicas.count": 2},
             "replicas.count = 2, replicas.cpus and replicas.gpus need engines in processes of their",
         ),
+        ({"weights.transport": "ipc"}, 'set rollout.placement to "process" and replicas.count to 1, or take'),
+        (
+            {**SHARED_GPU, "replicas.count": 2},
+            'weights.transport = "ipc" is for one engine in a process of its own and a learner of one rank, on one GPU',
+        ),
+        ({**SHARED_GPU, "engine.tensor_parallel_size": 2}, "set engine.tensor_parallel_size to 1, or take"),
+        ({**SHARED_GPU, "cluster.kind": "process"}, 'set cluster.kind to "inline" and parallel.ranks to 1, or take'),
+        (
+            {"rollout.sleep_keeps_weights": False, "lora.rank": 4},
+            "rollout.sleep_keeps_weights = false drops the",
+        ),
         ({"replicas.count": 0, "rollout.placement": "process"}, "replicas.count must be at least 1; found 0"),
         (
             {"rollout.placement": "ray", "cluster.ray_address": "host:1"},
@@ -68,6 +82,19 @@ def settings_with(changes: dict[str, Any]) -> Settings:
         ({"cluster.gpus_per_rank": -1}, "cluster.gpus_per_rank must be at least 0; found -1"),
         ({"trainer.epochs": 0}, "trainer.epochs must be at least 1; found 0"),
         ({"critic.value_clip": 0}, "critic.value_clip must be above 0; found 0"),
+        ({"weights.transport": "tcp"}, 'weights.transport = "tcp" is for engines in processes of their own'),
+        (
+            {"weights.transport": "direct", "rollout.placement": "process"},
+            "has each rank send what it holds, from a process of its own",
+        ),
+        (
+            {"weights.transport": "direct", "cluster.kind": "process", "policy.learner": "torch"},
+            "has each rank send what it holds, from a process of its own",
+        ),
+        (
+            {"weights.transport": "direct", "cluster.kind": "process", "trainer.offload": True},
+            "trainer.offload = true takes them away before the engine has them",
+        ),
         (
             {"algorithm.advantage": "gae", "policy.learner": "torch"},
             "needs a critic, which policy.learner",
@@ -80,8 +107,15 @@ def test_layouts_that_cannot_be_are_refused(changes: dict[str, Any], said: str) 
     assert said in str(refused.value)
 
 
+def test_one_engine_beside_a_learner_of_one_rank_may_share_its_gpu() -> None:
+    check_values(settings_with({**SHARED_GPU, "rollout.sleep": True, "rollout.sleep_keeps_weights": False}))
+    check_values(settings_with({"rollout.sleep_keeps_weights": False, "lora.rank": 4, "lora.serving": "merged"}))
+
+
 def test_four_ranks_in_processes_are_taken() -> None:
     check_values(settings_with({"parallel.ranks": 4, "parallel.tensor": 2, "cluster.kind": "process"}))
+    engines = {"rollout.placement": "process", "weights.transport": "direct"}
+    check_values(settings_with({"parallel.ranks": 2, "cluster.kind": "process", **engines}))
 
 
 def test_each_rank_has_a_gpu_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ import torch
 from rl_core.errors import DeadlineError, NotReadyError, TransferError
 from rl_core.weights.broadcast import BroadcastReceiver, BroadcastTransport
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
+from rl_core.weights.digests import tensor_checksum
 from rl_core.weights.secret_sockets import hang_up
-from rl_core.weights.update import Broadcast, WeightUpdate, tensor_crc32c
+from rl_core.weights.update import Broadcast, WeightUpdate
 
 CPU = torch.device("cpu")
 TENSORS = {
@@ -79,7 +80,10 @@ class Receiver:
 def assert_arrived(found: dict[str, torch.Tensor], update: WeightUpdate) -> None:
     assert list(found) == list(update.digests)
     for name, tensor in found.items():
-        assert (tuple(tensor.shape), tensor_crc32c(tensor)) == (update.digests[name].shape, update.digests[name].crc32c)
+        assert (tuple(tensor.shape), tensor_checksum(tensor)) == (
+            update.digests[name].shape,
+            update.digests[name].checksum,
+        )
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 3, 128, NUM_BYTES - 1, NUM_BYTES, NUM_BYTES + 1, 2**20])
@@ -168,7 +172,8 @@ RECEIVER_PROGRAM = """
 import json, sys, torch
 from rl_core.weights.broadcast import BroadcastReceiver
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
-from rl_core.weights.update import Broadcast, TensorDigest, WeightUpdate, tensor_crc32c
+from rl_core.weights.digests import TensorDigest, tensor_checksum
+from rl_core.weights.update import Broadcast, WeightUpdate
 
 meeting, version, specs, stops = json.loads(sys.argv[1])
 specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in specs]
@@ -176,7 +181,7 @@ receiver = BroadcastReceiver(num_workers=1)
 meeting = receiver.announce(WeightUpdate(version=version, digests={}, broadcast=Broadcast(**meeting)))
 group = BroadcastGroup(meeting, receiver.name, rank=1, size=2, device=torch.device("cpu"))
 for name, tensor in group.receive(specs):
-    print(name, tensor_crc32c(tensor), flush=True)
+    print(name, tensor_checksum(tensor), flush=True)
     if stops:
         sys.stdin.read()
 """
@@ -193,7 +198,7 @@ def receiver_process(update: WeightUpdate, *, stops: bool) -> "subprocess.Popen[
 def test_another_process_receives_the_same_bytes(transport: BroadcastTransport) -> None:
     update = transport.pack(TENSORS, version=5, tied={})
     output, _ = receiver_process(update, stops=False).communicate(timeout=60)
-    expected = [f"{name} {digest.crc32c}" for name, digest in update.digests.items()]
+    expected = [f"{name} {digest.checksum}" for name, digest in update.digests.items()]
     assert output.splitlines() == expected
 
 

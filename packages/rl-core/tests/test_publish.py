@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rl_core.errors import DataError, NotReadyError, WeightProofError
+from rl_core.weights.digests import probe_tensor, tensor_checksum
 from rl_core.weights.publish import (
     BFLOAT16_TOLERANCES,
     ProofTolerances,
@@ -19,10 +20,16 @@ from rl_core.weights.publish import (
     retry_proof,
 )
 from rl_core.weights.transports import TensorTransport
-from rl_core.weights.update import Canary, RoutedScores, WeightReceipt, WeightUpdate, probe_tensor, tensor_crc32c
+from rl_core.weights.update import Canary, RoutedScores, WeightReceipt, WeightUpdate
 
 EXACT = ProofTolerances()
 TIED = {"lm_head.weight": "embed.weight"}
+
+
+@pytest.fixture(autouse=True, params=["crc32c", "sums"])
+def checksum_kind(request, monkeypatch):
+    """Every fault is found with either checksum; the one of GPUs is forced here."""
+    monkeypatch.setattr("rl_core.weights.digests._own_kind", lambda tensor: request.param)
 
 
 class FakeEngine:
@@ -49,7 +56,7 @@ class FakeEngine:
     def receipt(self, arrived):
         return WeightReceipt(
             version=self.version,
-            arrived={name: tensor_crc32c(tensor) for name, tensor in arrived.items()},
+            arrived={name: tensor_checksum(tensor) for name, tensor in arrived.items()},
             live={name: probe_tensor(tensor) for name, tensor in self.live.items()},
         )
 
@@ -219,7 +226,7 @@ def test_a_learner_that_is_not_finite_never_passes():
         digest = dataclasses.replace(update.digests["norm.weight"], probe=np.full(4, value, np.float32))
         broken = dataclasses.replace(update, digests={**update.digests, "norm.weight": digest})
         live = {name: d.probe for name, d in broken.digests.items()} | {"lm_head.weight": digest.probe}
-        receipt = WeightReceipt(version=5, arrived={n: d.crc32c for n, d in broken.digests.items()}, live=live)
+        receipt = WeightReceipt(version=5, arrived={n: d.checksum for n, d in broken.digests.items()}, live=live)
         with pytest.raises(WeightProofError, match=r"norm\.weight"):
             check_receipt(broken, receipt, tolerances=EXACT)
 

@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from rl_core.errors import NotReadyError
+from rl_core.weights.digests import tensor_checksum
 from rl_core.weights.transports import SharedFileTransport, TensorTransport
-from rl_core.weights.update import tensor_crc32c
 
 
 def tensors(value):
@@ -36,7 +36,7 @@ def test_tensors_are_handed_over_without_a_copy():
     assert update.version == 3
     assert update.file is None
     assert update.tensors["embed.weight"] is sent["embed.weight"]
-    assert update.digests["head.weight"].crc32c == tensor_crc32c(sent["head.weight"])
+    assert update.digests["head.weight"].checksum == tensor_checksum(sent["head.weight"])
     assert update.tied == {"lm_head.weight": "embed.weight"}
 
 
@@ -48,7 +48,7 @@ def test_a_file_gives_back_the_tensors_bit_for_bit(transport):
     for name, tensor in sent.items():
         assert torch.equal(arrived[name], tensor)
         assert arrived[name].dtype == tensor.dtype
-        assert tensor_crc32c(arrived[name]) == update.digests[name].crc32c
+        assert tensor_checksum(arrived[name]) == update.digests[name].checksum
     assert (update.version, update.tensors, update.tied) == (1, None, {"lm_head.weight": "embed.weight"})
 
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import ShapeError
-from rl_core.weights.update import Canary, digest_tensor, digest_tensors, probe_tensor, probe_vector, tensor_crc32c
+from rl_core.weights.digests import digest_tensors, probe_tensor, probe_vector, tensor_crc32c
+from rl_core.weights.update import Canary
 
 
 def test_the_probe_vector_is_fixed():
@@ -34,6 +35,8 @@ def test_a_vector_is_its_own_probe_and_a_copy():
     probe = probe_tensor(scale)
     scale.zero_()
     assert probe.tolist() == [1.0, -2.0]
+    (digest,) = digest_tensors({"a": torch.arange(6.0)[::2]}).values()
+    assert digest.probe.tolist() == [0.0, 2.0, 4.0]
 
 
 def test_low_precision_is_probed_in_float32():
@@ -62,9 +65,10 @@ def test_a_checksum_is_of_the_bytes(dtype, shape):
     raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     assert len(raw) == tensor.numel() * dtype.itemsize
     assert tensor_crc32c(tensor) == crc32c.crc32c(raw)
-    digest = digest_tensor(tensor)
+    (digest,) = digest_tensors({"a": tensor}).values()
     assert (digest.shape, digest.dtype) == (shape, str(dtype).split(".")[1])
-    assert digest.crc32c == tensor_crc32c(tensor)
+    assert digest.checksum == f"crc32c:{crc32c.crc32c(raw):08x}"
+    assert digest.kind == "crc32c"
 
 
 def test_digests_of_many_tensors_stay_with_their_names():
@@ -72,8 +76,8 @@ def test_digests_of_many_tensors_stay_with_their_names():
     digests = digest_tensors(tensors)
     assert list(digests) == list(tensors)
     for name, tensor in tensors.items():
-        alone = digest_tensor(tensor)
-        assert (digests[name].shape, digests[name].crc32c) == (alone.shape, alone.crc32c)
+        (alone,) = digest_tensors({name: tensor}).values()
+        assert (digests[name].shape, digests[name].checksum) == (alone.shape, alone.checksum)
         assert digests[name].probe.tolist() == alone.probe.tolist()
 
 

@@ -28,7 +28,7 @@ from rl_core.weights import (
     probe_tensor,
     probe_vector,
     publish_weights,
-    tensor_crc32c,
+    tensor_checksum,
 )
 from rl_core.weights.broadcast import BroadcastReceiver, BroadcastTransport
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
@@ -65,7 +65,7 @@ class FakeEngine:
         self.live |= {name: tensor.clone() for name, tensor in update.tensors.items()}
         self.version = update.version
         self.corrupt()
-        arrived = {name: tensor_crc32c(tensor) for name, tensor in update.tensors.items()}
+        arrived = {name: tensor_checksum(tensor) for name, tensor in update.tensors.items()}
         live = {name: probe_tensor(tensor, name) for name, tensor in self.live.items()}
         return WeightReceipt(version=self.version, arrived=arrived, live=live, problems=self.problems)
 
@@ -95,7 +95,7 @@ def test_a_b_is_probed_from_its_other_side() -> None:
 def test_a_digest_travels_bit_for_bit() -> None:
     (digest, _) = digest_tensors(base()).values()
     found = pickle.loads(pickle.dumps(digest))
-    assert (found.shape, found.dtype, found.crc32c) == (digest.shape, digest.dtype, digest.crc32c)
+    assert (found.shape, found.dtype, found.checksum) == (digest.shape, digest.dtype, digest.checksum)
     assert (found.probe.dtype, found.probe.tobytes()) == (digest.probe.dtype, digest.probe.tobytes())
 
 
@@ -114,8 +114,8 @@ def test_a_file_holds_the_adapter_alone(tmp_path: Path) -> None:
     assert update.file is not None
     arrived = load_file(update.file)
     transport.close()
-    assert {name: tensor_crc32c(tensor) for name, tensor in arrived.items()} == {
-        name: digest.crc32c for name, digest in update.digests.items()
+    assert {name: tensor_checksum(tensor) for name, tensor in arrived.items()} == {
+        name: digest.checksum for name, digest in update.digests.items()
     }
     assert update.adapter is not None
     assert update.adapter.base.keys() == base().keys()
@@ -137,8 +137,8 @@ def test_an_adapter_is_received_over_the_network(broadcast: BroadcastTransport) 
     found = dict(group.receive(specs))
     group.close()
     receiver.close()
-    assert {name: tensor_crc32c(tensor) for name, tensor in found.items()} == {
-        name: digest.crc32c for name, digest in update.digests.items()
+    assert {name: tensor_checksum(tensor) for name, tensor in found.items()} == {
+        name: digest.checksum for name, digest in update.digests.items()
     }
     assert update.adapter is not None
 

@@ -17,7 +17,7 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.weights import LORA_A, PEFT_PREFIX
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.learner import LearnerOptions, StepResult
-from rl_distill.megatron import model as megatron_model
+from rl_distill.megatron import head
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.megatron.teacher import MegatronTeacherModel
 from rl_distill.objectives.distillation import (
@@ -148,7 +148,7 @@ def test_megatron_learns_what_plain_torch_learns(
     assert_same(found, expected, tolerance=3e-6)
     assert found.metrics["actor/distillation/loss"] > 0.01
     assert found.grad_norm > 0
-    monkeypatch.setattr(megatron_model, "_CHUNK_LOGITS", 3 * VOCAB_SIZE)
+    monkeypatch.setattr(head, "KEPT_LOGITS", 3 * VOCAB_SIZE)
     assert_same(step_of(chunked, batch, wanted, teachers), found, tolerance=1e-6)
     weights = whole.export_weights()
     for tensor_name, tensor in plain.export_weights().items():

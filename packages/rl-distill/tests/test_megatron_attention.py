@@ -10,6 +10,7 @@ import rl_distill.megatron.attention.packed as attention
 from rl_core.data.ragged import offsets_of
 from rl_core.errors import ShapeError
 from rl_distill.megatron.attention.buckets import packed_layout, plan_buckets
+from rl_distill.megatron.kernels import PLAIN
 
 HEADS, GROUPS, HEAD_DIM, BASE = 4, 2, 8, 1e4
 
@@ -17,6 +18,7 @@ HEADS, GROUPS, HEAD_DIM, BASE = 4, 2, 8, 1e4
 class Config:
     kv_channels = HEAD_DIM
     context_parallel_size = 1
+    kernels = PLAIN
 
 
 def core_attention() -> attention.PackedAttention:

@@ -6,26 +6,32 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rl_distill.megatron.kernels import Kernels
 from rl_distill.megatron.norm import RMSNorm
 from rl_distill.megatron.swiglu import SwiGLU
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
 from rl_distill.objectives.vocabulary_parts import VocabularyPart
 
 
-def norm_of(size: int, dtype: torch.dtype) -> RMSNorm:
-    norm = RMSNorm(types.SimpleNamespace(params_dtype=dtype, sequence_parallel=True), size, eps=1e-3)
+def config_of(dtype: torch.dtype = torch.float32, *, is_fused: bool = False) -> types.SimpleNamespace:
+    return types.SimpleNamespace(params_dtype=dtype, sequence_parallel=True, kernels=Kernels(is_fused=is_fused))
+
+
+def norm_of(size: int, dtype: torch.dtype, *, is_fused: bool = False) -> RMSNorm:
+    norm = RMSNorm(config_of(dtype, is_fused=is_fused), size, eps=1e-3)
     torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     return norm
 
 
 def test_rms_norm_literal():
-    norm = RMSNorm(types.SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False), 2, eps=0.0)
+    norm = RMSNorm(config_of(), 2, eps=0.0)
 
     torch.testing.assert_close(norm(torch.tensor([[3.0, 1.0]])), torch.tensor([[3.0, 1.0]]) / 5.0**0.5)
 
 
-def test_rms_norm_has_torchs_values_and_gradients():
-    norm = norm_of(6, torch.float32)
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_rms_norm_has_torchs_values_and_gradients(is_fused: bool):
+    norm = norm_of(6, torch.float32, is_fused=is_fused)
     x = torch.randn(4, 3, 6, requires_grad=True)
     weights = torch.randn(4, 3, 6)
 
@@ -37,12 +43,20 @@ def test_rms_norm_has_torchs_values_and_gradients():
     torch.testing.assert_close(found, expected)
 
 
+def test_a_fused_norm_rounds_bfloat16_once_as_the_plain_one_does():
+    x = 3 * torch.randn(50, 8, dtype=torch.bfloat16)
+    plain, fused = (norm_of(8, torch.bfloat16, is_fused=is_fused) for is_fused in (False, True))
+    fused.load_state_dict(plain.state_dict())
+
+    assert torch.equal(fused(x), plain(x))
+
+
 def test_rms_norm_marks_its_weight_for_sequence_parallelism():
     assert norm_of(4, torch.bfloat16).weight.sequence_parallel is True
 
 
 def test_swiglu_gates_the_second_half():
-    activation = SwiGLU(config=None)
+    activation = SwiGLU(config_of())
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
 
     gate, up = x.chunk(2, -1)

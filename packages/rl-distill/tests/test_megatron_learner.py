@@ -13,7 +13,7 @@ from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError, NotReadyError, SettingsError, ShapeError
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch
-from rl_distill.megatron import model as model_module
+from rl_distill.megatron import head
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.supervised import supervised_objective
 from rl_distill.torch_learner import TorchLearner
@@ -134,7 +134,7 @@ def test_a_step_does_not_depend_on_the_micro_batches(
 def test_logits_in_chunks_change_nothing(tied_policy: Path, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch):
     batch = make_batch(LENGTHS)
     expected = MegatronLearner(tied_policy, OPTIONS).train_step(batch, policy_gradient, with_entropy=True)
-    monkeypatch.setattr(model_module, "_CHUNK_LOGITS", 40 * 5)
+    monkeypatch.setattr(head, "KEPT_LOGITS", 40 * 5)
 
     found = MegatronLearner(tied_policy, OPTIONS).train_step(batch, policy_gradient, with_entropy=True)
 

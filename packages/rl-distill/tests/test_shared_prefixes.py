@@ -22,8 +22,7 @@ KINDS = {
     "recomputed": ("LlamaForCausalLM", {"recompute": "full"}),
     "mixture": ("Qwen3MoeForCausalLM", {}),
     "partly rotated": ("Glm4MoeForCausalLM", {}),
-    "dense, flash attention": ("Qwen3ForCausalLM", {"kernels": "fused"}),
-    "partly rotated, flash attention": ("Glm4MoeForCausalLM", {"kernels": "fused", "recompute": "full"}),
+    "flash attention": ("Glm4MoeForCausalLM", {"kernels": "fused", "recompute": "full"}),
 }
 
 

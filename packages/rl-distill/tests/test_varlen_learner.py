@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,23 +38,25 @@ def squared_error(values: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize(
-    ("architecture", "changes", "num_prompts"),
+    ("architecture", "num_groups", "num_prompts", "recompute"),
     [
-        ("Qwen3ForCausalLM", {}, None),
-        ("Qwen2ForCausalLM", {"num_key_value_heads": 1}, 2),
-        ("LlamaForCausalLM", {"num_key_value_heads": 4}, 2),
+        ("Qwen3ForCausalLM", 2, None, {}),
+        ("Qwen2ForCausalLM", 1, 2, {}),
+        ("LlamaForCausalLM", 4, 2, {"recompute": "selective", "recompute_modules": ("core_attn",)}),
     ],
 )
 def test_steps_are_the_same(
     architecture: str,
-    changes: dict[str, int],
+    num_groups: int,
     num_prompts: int | None,
+    recompute: dict[str, Any],
     policy_writer: Callable[..., Path],
     tmp_path: Path,
     make_batch: Callable[..., Batch],
 ):
-    policy = policy_writer(tmp_path, architecture, **changes)
-    fused, plain = (MegatronLearner(policy, replace(OPTIONS, kernels=name)) for name in ("fused", "plain"))
+    policy = policy_writer(tmp_path, architecture, num_key_value_heads=num_groups)
+    fused = MegatronLearner(policy, replace(OPTIONS, kernels="fused", **recompute))
+    plain = MegatronLearner(policy, OPTIONS)
     for step in range(3):
         batch = make_batch(LENGTHS, seed=step, num_prompts=num_prompts)
         scores = [learner.logprobs(batch).values for learner in (fused, plain)]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, WeightProofError
 from rl_core.weights import AdapterUpdate, ProofTolerances, digest_tensors
+from rl_core.weights.ipc import HostMemory, IpcTransport, opened
 from rl_core.weights.transports import SharedFileTransport
 from rl_core.weights.update import WeightUpdate
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
@@ -26,7 +27,7 @@ from rl_rollout.engines.transformers import TransformersEngine
 from rl_rollout.testing import AdapterConformance, EngineConformance, generate, refuses
 from rl_rollout.testing.adapter_checks import SEQUENCE
 from rl_rollout.testing.engine_calls import PROMPT
-from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, make_adapter, merged
+from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, make_adapter, merged, perturbed
 
 
 def hosted(name: str, model_dir: Path, options: Any) -> ProcessEngine:
@@ -87,6 +88,34 @@ def test_a_process_gives_the_same_bits(transformers_process: ProcessEngine, tied
 def test_tensors_of_this_process_are_refused(transformers_process: ProcessEngine) -> None:
     with refuses("SharedFileTransport"):
         run(transformers_process.update_weights(WeightUpdate(version=1, digests={}, tensors={})))
+
+
+def test_a_process_opens_weights_in_shared_memory_and_keeps_none_of_it(
+    transformers_process: ProcessEngine, tied_model_dir: Path
+) -> None:
+    """As on a GPU, by the memory of a CPU."""
+    old = load_file(tied_model_dir / "model.safetensors")
+    new = perturbed(old, scale=0.05)
+    transport = IpcTransport(bucket_bytes=30_000, memory=HostMemory())
+    canary = canary_of(tied_model_dir, new, SEQUENCE)
+    try:
+        update = transport.pack(new, version=6, tied=TIED_HEAD)
+        report = run(publish_to(transformers_process, update, canary=canary, tolerances=ProofTolerances()))
+        assert report.version == 6
+        assert report.num_tensors == len(new) + 1
+        with opened(update) as tensors:
+            for tensor in tensors.values():
+                tensor.fill_(7)  # what it serves is its own
+        (scores,) = run(transformers_process.score([SEQUENCE]))
+        assert canary.logprobs is not None
+        np.testing.assert_allclose(scores, canary.logprobs[0], atol=1e-4)
+        with pytest.raises(WeightProofError, match="was changed on its way"):
+            run(publish_to(transformers_process, update, canary=canary, tolerances=ProofTolerances()))
+    finally:
+        transport.close()
+        files = SharedFileTransport()
+        run(transformers_process.update_weights(files.pack(old, version=0, tied=TIED_HEAD)))
+        files.close()
 
 
 def test_a_process_says_what_it_does(transformers_process: ProcessEngine, tied_model_dir: Path) -> None:

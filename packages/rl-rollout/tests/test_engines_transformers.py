@@ -4,26 +4,37 @@ import asyncio
 import itertools
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from offered_weights import TwoRanks, held_by
 from safetensors.torch import load_file, save_file
 
-from rl_core.errors import EngineError, NotReadyError, WeightProofError
-from rl_core.weights import ProofTolerances, TensorTransport, check_receipt
+from rl_core.errors import EngineError, NotReadyError, WeightProofError, WeightsGoneError
+from rl_core.weights import (
+    AdapterUpdate,
+    PassingChecksums,
+    ProofTolerances,
+    TensorTransport,
+    check_receipt,
+    digest_tensors,
+)
+from rl_core.weights.broadcast import BroadcastTransport, SenderOptions, join_offers
 from rl_core.weights.transports import SharedFileTransport
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
 from rl_rollout.engines.weight_checks import each_expert, tensor_shapes
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.testing import EngineConformance, UpdateChecks, begin, generate, reference_logprobs
+from rl_rollout.testing import EngineConformance, UpdateChecks, begin, generate, reference_logprobs, refuses
 from rl_rollout.testing.engine_calls import PROMPT, long_request
-from rl_rollout.testing.reference_model import perturbed, token_logprobs
+from rl_rollout.testing.reference_model import TIED_HEAD, perturbed, token_logprobs
 
 OPTIONS = TransformersOptions(max_model_len=128)
 
@@ -71,6 +82,68 @@ class TestUntiedTransformersEngine(EngineConformance):
         engine = started(untied_model_dir)
         yield engine
         asyncio.run(engine.close())
+
+
+class SuiteRanks(TwoRanks):
+    """A learner for a suite."""
+
+    def __init__(self) -> None:
+        super().__init__(SenderOptions(bucket_bytes=10_000))
+
+    def close(self) -> None:
+        self.end()
+
+
+@pytest.mark.parametrize("transport", [SuiteRanks, BroadcastTransport])
+@pytest.mark.parametrize(
+    "check",
+    [UpdateChecks.test_an_update_replaces_what_is_served, UpdateChecks.test_a_refused_update_changes_nothing],
+)
+def test_weights_over_the_network(
+    check: Callable[..., None], transport: Callable[[], Any], engine: TransformersEngine, tied_model_dir: Path
+) -> None:
+    suite = UpdateChecks()
+    suite.transport = transport  # type: ignore[assignment]
+    check(suite, engine, tied_model_dir)
+
+
+def test_a_rank_that_is_gone_leaves_the_engine_as_it_was(engine: TransformersEngine, tied_model_dir: Path) -> None:
+    tensors = load_file(tied_model_dir / "model.safetensors")
+    ranks = TwoRanks(SenderOptions(deadline_s=1.0))
+    update = ranks.pack(perturbed(tensors, scale=0.05), version=3, tied=TIED_HEAD)
+    before = generate(engine, seed=4)[0]
+    ranks.senders[1].close()
+    with pytest.raises(WeightsGoneError, match=r"rank 1 of the learner .*cannot be reached"):
+        asyncio.run(engine.update_weights(update))
+    after = generate(engine, seed=4)[0]
+    assert after.token_ids.tolist() == before.token_ids.tolist()
+    assert set(after.policy_versions.tolist()) == {0}
+    ranks.end()
+
+
+def test_a_rank_that_fails_midway_fails_the_engine_and_is_named(
+    engine: TransformersEngine, tied_model_dir: Path
+) -> None:
+    """Half of its weights are new: it must not go on with them."""
+    tensors = load_file(tied_model_dir / "model.safetensors")
+    parts, broken = [held_by(rank, tensors) for rank in range(2)], threading.Event()
+    read = parts[1][-1].read
+
+    def read_or_fail() -> torch.Tensor:
+        if broken.is_set():
+            raise RuntimeError("out of memory")
+        return read()
+
+    parts[1][-1] = replace(parts[1][-1], read=read_or_fail)
+    ranks = TwoRanks(SenderOptions(bucket_bytes=1000, deadline_s=5.0))
+    offers = [sender.offer(part, ranks.options, version=3) for sender, part in zip(ranks.senders, parts, strict=True)]
+    update = join_offers(offers, tensors, version=3, tied=TIED_HEAD)
+    broken.set()
+    with pytest.raises(EngineError, match=r"rank 1 of the learner: .*did not get through"):
+        asyncio.run(engine.update_weights(update))
+    with pytest.raises(EngineError, match="rank 1 of the learner"):
+        generate(engine)
+    ranks.end()
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +308,11 @@ TINY = {
         ("Glm4MoeForCausalLM", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "attention_bias": True}),
     ],
 )
-def test_mixtures_take_updates_of_single_experts(architecture: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+def test_mixtures_take_updates_of_single_experts(
+    architecture: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with the checksum of GPUs."""
+    monkeypatch.setattr("rl_core.weights.digests._own_kind", lambda tensor: "sums")
     torch.manual_seed(0)
     model_class = getattr(transformers, architecture)
     model_class(model_class.config_class(**TINY, **sizes)).float().save_pretrained(tmp_path / "old")
@@ -249,12 +326,71 @@ def test_mixtures_take_updates_of_single_experts(architecture: str, sizes: dict[
 
     receipt = asyncio.run(engine.update_weights(update))
 
+    assert {checksum.partition(":")[0] for checksum in receipt.arrived.values()} == {"sums"}
     assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-6
     after = asyncio.run(engine.score([sequence]))[0]
     expected = token_logprobs(reference_logprobs(tmp_path / "new", sequence), sequence)
     np.testing.assert_allclose(after[1:], expected, atol=1e-5)
     assert np.abs(after - before).max() > 1e-2
     asyncio.run(engine.close())
+
+
+@pytest.fixture
+def sleepy(tied_model_dir: Path) -> Iterator[TransformersEngine]:
+    """An engine that sleeps on a CPU: it frees the same memory as on a GPU."""
+    engine = started(tied_model_dir, OPTIONS)
+    engine._stepper._traits = replace(engine.traits, can_sleep=True)
+    yield engine
+    asyncio.run(engine.close())
+
+
+def weight_bytes(engine: TransformersEngine) -> int:
+    return sum(parameter.untyped_storage().nbytes() for parameter in engine._stepper._model.parameters())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_has_slept_serves_as_before_once_it_has_weights(
+    level: Literal[1, 2], sleepy: TransformersEngine, tied_model_dir: Path
+) -> None:
+    tensors, before, held = load(tied_model_dir), generate(sleepy, num_samples=2, seed=4), weight_bytes(sleepy)
+    asyncio.run(sleepy.sleep(level))
+    assert weight_bytes(sleepy) == (held if level == 1 else 0)
+    with refuses("sleeps"):
+        generate(sleepy)
+    asyncio.run(sleepy.wake())
+    if level == 2:
+        with refuses("publish all weights first"):
+            generate(sleepy)
+        with refuses("drops its weights, and it cannot be asked"):
+            asyncio.run(sleepy.score([PROMPT]))
+        told = AdapterUpdate(rank=1, base=digest_tensors(tensors))
+        with refuses("an adapter has no base"):
+            adapter = TensorTransport().pack({}, version=1, tied=TIED_HEAD, adapter=told)
+            asyncio.run(sleepy.update_weights(adapter))
+        asyncio.run(sleepy.sleep(1))  # nothing brings its weights back but an update
+        asyncio.run(sleepy.wake())
+        with refuses("slept at level 2"):
+            generate(sleepy)
+        update = TensorTransport().pack(tensors, version=0, tied=TIED_HEAD)
+        receipt = asyncio.run(sleepy.update_weights(update))
+        assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-6
+    for first, second in zip(before, generate(sleepy, num_samples=2, seed=4), strict=True):
+        assert first.token_ids.tolist() == second.token_ids.tolist()
+        assert first.logprobs.tolist() == second.logprobs.tolist()
+
+
+def test_weights_that_no_update_brought_back_are_not_proven(sleepy: TransformersEngine, tied_model_dir: Path) -> None:
+    update = TensorTransport().pack(load(tied_model_dir), version=1, tied=TIED_HEAD)
+    asyncio.run(sleepy.sleep(2))
+    asyncio.run(sleepy.wake())
+    sleepy._stepper._served = replace(sleepy._stepper._served, version=1)
+    assert update.tensors is not None
+    with PassingChecksums({}) as sums:
+        assert len(list(sums.passing(update.tensors.items()))) == len(update.tensors)
+        receipt = sleepy._stepper._receipt(sums, {})
+    with pytest.raises(WeightProofError, match="the engine serves something else") as raised:
+        check_receipt(update, receipt, tolerances=ProofTolerances())
+    assert raised.value.tensor == next(iter(update.digests))
 
 
 def test_closing_fails_who_waits_and_may_be_repeated(tied_model_dir: Path) -> None:

@@ -23,7 +23,7 @@ from rl_core.weights import (
     WeightUpdate,
     digest_tensors,
 )
-from rl_core.weights.update import PEFT_PREFIX
+from rl_core.weights.digests import PEFT_PREFIX
 from rl_rollout.engines.protocol import GenerateRequest, RolloutEngine, SamplingParams
 from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions

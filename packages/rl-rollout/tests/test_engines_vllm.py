@@ -1,6 +1,7 @@
 """The vLLM engine: conformance, proof of weights, and what it leaves of its process."""
 
 import asyncio
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,16 +60,21 @@ def packed(tensors: Mapping[str, torch.Tensor], *, version: int) -> WeightUpdate
     return TensorTransport().pack(tensors, version=version, tied=TIED_HEAD)
 
 
-def test_a_tensor_corrupted_on_its_way_is_named(vllm_engine: VLLMEngine, weights: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize("kind", ["crc32c", "sums"])
+def test_a_tensor_corrupted_on_its_way_is_named(
+    kind: str, vllm_engine: VLLMEngine, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_core.weights.digests._own_kind", lambda tensor: kind)
     name = "model.layers.1.self_attn.v_proj.weight"
     update = packed(weights, version=7)
+    assert {digest.kind for digest in update.digests.values()} == {kind}
     assert update.tensors is not None
     corrupt = dict(update.tensors)
     corrupt[name] = corrupt[name].clone()
     corrupt[name][3, 5] += 1e-3
     damaged = WeightUpdate(version=7, digests=update.digests, tensors=corrupt, tied=update.tied)
     receipt = asyncio.run(vllm_engine.update_weights(damaged))
-    assert [key for key, crc in receipt.arrived.items() if crc != update.digests[key].crc32c] == [name]
+    assert [key for key, crc in receipt.arrived.items() if crc != update.digests[key].checksum] == [name]
     with pytest.raises(WeightProofError, match="v_proj") as raised:
         check_receipt(update, receipt, tolerances=ProofTolerances())
     assert raised.value.tensor == name
@@ -86,6 +92,26 @@ def test_a_tied_head_that_stays_stale_is_named(
         check_receipt(update, receipt, tolerances=ProofTolerances())
     assert raised.value.tensor == "lm_head.weight"
     monkeypatch.undo()
+    receipt = asyncio.run(vllm_engine.update_weights(update))
+    assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-5
+
+
+def test_a_buffer_that_a_sleep_has_changed_is_named(
+    vllm_engine: VLLMEngine, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM keeps buffers on the host while it sleeps at level 2, and updates bring none of them."""
+    core: Any = vllm_engine._stepper._core
+    model = core.model_executor.driver_worker.worker.model_runner.get_model()
+    name, buffer = next((name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point())
+    update = packed(weights, version=9)
+    core.collective_rpc("note_buffers")
+    before = buffer.clone()
+    buffer.flatten()[3] += 1
+    receipt = asyncio.run(vllm_engine.update_weights(update))
+    with pytest.raises(WeightProofError, match=f"buffer '{re.escape(name)}' is not what it was before"):
+        check_receipt(update, receipt, tolerances=ProofTolerances())
+    buffer.copy_(before)
+    core.collective_rpc("note_buffers")
     receipt = asyncio.run(vllm_engine.update_weights(update))
     assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-5
 

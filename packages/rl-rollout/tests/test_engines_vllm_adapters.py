@@ -14,8 +14,8 @@ from vllm_adapter_faults import FAULTS, RANK, Fault, Served, base_changed, manag
 from rl_core.errors import EngineError, WeightProofError
 from rl_core.weights import ProofTolerances, TensorTransport, check_receipt
 from rl_core.weights.broadcast import BroadcastTransport
+from rl_core.weights.digests import LORA_B
 from rl_core.weights.transports import SharedFileTransport
-from rl_core.weights.update import LORA_B
 from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from rl_core.weights.update import probe_tensor
+from rl_core.weights.digests import probe_tensor
 from rl_rollout.engines.vllm.live_weights import LivePart, join_parts, live_parts
 
 NUM_HEADS, NUM_KV_HEADS, HEAD, HIDDEN, MIDDLE, VOCAB = 8, 2, 3, 8, 16, 13

@@ -12,7 +12,7 @@ from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from rl_core.weights.update import probe_tensor
+from rl_core.weights.digests import probe_tensor
 from rl_rollout.engines.vllm.live_weights import join_parts, live_parts
 from rl_rollout.engines.vllm.mixtures import expert_parts, noted
 

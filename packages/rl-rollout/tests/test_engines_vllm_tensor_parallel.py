@@ -5,20 +5,23 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from documented_listeners import listening_sockets, undocumented
+from offered_weights import TwoRanks
 from safetensors.torch import load_file, save_file
 
 from rl_core.cluster.processes.guard import descendants, is_running
 from rl_core.errors import EngineDiedError, WeightProofError
-from rl_core.weights.broadcast import BroadcastTransport
+from rl_core.weights.broadcast import BroadcastTransport, SenderOptions
+from rl_core.weights.digests import LORA_A, LORA_B, digest_tensors
 from rl_core.weights.publish import ProofTolerances, check_receipt
 from rl_core.weights.transports import SharedFileTransport, TensorTransport
-from rl_core.weights.update import LORA_A, LORA_B, AdapterUpdate, WeightUpdate, digest_tensors
+from rl_core.weights.update import AdapterUpdate, WeightUpdate
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
@@ -117,6 +120,58 @@ def test_broadcasts_reach_every_worker(
     suite = UpdateChecks()
     suite.transport = lambda: broadcast  # type: ignore[assignment]
     check(suite, split_vllm, wide_model_dir)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[TwoRanks]:
+    ranks = TwoRanks(SenderOptions(bucket_bytes=10_000, deadline_s=60.0))
+    yield ranks
+    ranks.end()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [UpdateChecks.test_an_update_replaces_what_is_served, UpdateChecks.test_a_refused_update_changes_nothing],
+)
+def test_rectangles_of_every_rank_reach_every_worker(
+    check: Callable[..., None], split_vllm: VLLMEngine, wide_model_dir: Path, two_ranks: TwoRanks
+) -> None:
+    suite = UpdateChecks()
+    suite.transport = lambda: two_ranks  # type: ignore[assignment]
+    check(suite, split_vllm, wide_model_dir)
+
+
+@pytest.mark.parametrize("kind", ["embed_tokens", "q_proj", "down_proj"])
+def test_a_rectangle_in_a_wrong_place_is_named(
+    kind: str, split_vllm: VLLMEngine, wide_model_dir: Path, two_ranks: TwoRanks
+) -> None:
+    """Both ranks have a half, and each is put where the other belongs."""
+    tensors = load_file(wide_model_dir / "model.safetensors")
+    name = next(name for name in tensors if kind in name)
+    update = two_ranks.pack(tensors, version=14, tied=TIED_HEAD)
+    of_tensor = [one for source in update.sources for one in source.rectangles if one.name == name]
+    places = dict(zip(of_tensor, reversed([one.offsets for one in of_tensor]), strict=True))
+    wrong = [
+        replace(source, rectangles=[one._replace(offsets=places.get(one, one.offsets)) for one in source.rectangles])
+        for source in update.sources
+    ]
+    receipt = asyncio.run(split_vllm.update_weights(replace(update, sources=wrong)))
+    with pytest.raises(WeightProofError, match="was changed on its way") as raised:
+        check_receipt(update, receipt, tolerances=ProofTolerances())
+    assert raised.value.tensor == name
+    restored = two_ranks.pack(tensors, version=0, tied=TIED_HEAD)
+    check_receipt(restored, asyncio.run(split_vllm.update_weights(restored)), tolerances=ProofTolerances())
+
+
+def test_weights_that_one_rank_has_withdrawn_are_refused(
+    split_vllm: VLLMEngine, wide_model_dir: Path, two_ranks: TwoRanks
+) -> None:
+    update = two_ranks.pack(load_file(wide_model_dir / "model.safetensors"), version=0, tied=TIED_HEAD)
+    two_ranks.senders[1].withdraw()
+    before = generate(split_vllm, seed=4)[0]
+    with refuses("rank 1 of the learner: the sender was asked for weights of version 0; it has none"):
+        asyncio.run(split_vllm.update_weights(update))
+    assert generate(split_vllm, seed=4)[0].token_ids.tolist() == before.token_ids.tolist()
 
 
 def test_adapters_reach_every_worker(split_vllm: VLLMEngine, wide_model_dir: Path, broadcast: KeptOpen) -> None:

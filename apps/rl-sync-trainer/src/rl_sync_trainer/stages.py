@@ -9,6 +9,7 @@ from functools import partial
 from rl_core import Batch, Prompt
 from rl_core.errors import DeadlineError
 from rl_core.weights import PublishReport, retry_proof
+from rl_core.weights.ipc import IpcTransport
 from rl_metrics.reductions import (
     Recorder,
     memory_metrics,
@@ -237,6 +238,8 @@ async def publish(parts: Parts, version: int, recorder: Recorder | None = None) 
             )
     except TimeoutError as error:
         raise DeadlineError(f"the engine had not taken policy version {version} after {deadline_s:g} s.") from error
+    if isinstance(parts.transport, IpcTransport):
+        parts.transport.release()
     parts.replay.served(report, engine=parts.engine.traits.name)
     if recorder is not None:
         recorder.record("weights/num_tensors", report.num_tensors)
@@ -251,13 +254,13 @@ async def _publish_once(parts: Parts, version: int) -> PublishReport:
     settings, learners, tolerances = parts.settings, parts.learners, proof_tolerances(parts.settings)
     sequences = canary_sequences(settings, parts.inputs.train)
     canary = learners.canary(sequences, replays=replays(settings))
-    update = learners.pack(parts.transport, version=version)
+    update = learners.pack(parts.transport, version=version, leaves=settings.trainer.offload)
     await _wake_engine(parts)
     report = await publish_to(parts.engine, update, canary=canary, tolerances=tolerances)
     if not report.canary_scores:
         return report
     if settings.trainer.offload:  # the learner is needed once more
-        await rest_engine(parts)
+        await rest_engine(parts, keeps_weights=True)
     report = learners.proven(canary, report, tolerances=tolerances)
     await _wake_engine(parts)
     return report
@@ -269,10 +272,16 @@ async def _wake_engine(parts: Parts) -> None:
     await parts.engine.wake()
 
 
-async def rest_engine(parts: Parts) -> None:
-    """Let the engine free its memory for the learner, where that is set and it can."""
-    if parts.settings.rollout.sleep and parts.engine.traits.can_sleep:
-        await parts.engine.sleep()
+async def rest_engine(parts: Parts, *, keeps_weights: bool = False) -> None:
+    """Let the engine free its memory for the learner, where that is set and it can.
+
+    Args:
+        parts: Of the run.
+        keeps_weights: It goes on with the weights that it has: no update comes first, so that none may be dropped.
+    """
+    rollout = parts.settings.rollout
+    if rollout.sleep and parts.engine.traits.can_sleep:
+        await parts.engine.sleep(1 if keeps_weights or rollout.sleep_keeps_weights else 2)
 
 
 def write_rollouts(parts: Parts, batch: Batch, *, step: int, version: int) -> None:

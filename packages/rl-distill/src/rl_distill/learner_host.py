@@ -251,7 +251,8 @@ class LearnerHost:
 
     def _export(self) -> tuple[Mapping[str, Any], Mapping[str, str]]:
         policy = self._started.policy
-        return {name: tensor.detach().clone() for name, tensor in policy.export_weights().items()}, dict(policy.tied)
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in policy.export_weights().items()}
+        return copies, dict(policy.tied)  # kept for as long as a validation waits
 
     def _save(self, step: int, state: Mapping[str, Json]) -> None:
         learners, in_background = self._started, self._options.saves_in_background

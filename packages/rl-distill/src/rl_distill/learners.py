@@ -115,13 +115,16 @@ class Learners:
             columns["routed_experts"] = Ragged(np.concatenate(told), columns["input_ids"].offsets)
         return list(self.policy.logprobs(Batch(keys, columns)))
 
-    def pack(self, transport: WeightTransport, *, version: int, steps_on: bool = False) -> WeightUpdate:
+    def pack(
+        self, transport: WeightTransport, *, version: int, steps_on: bool = False, leaves: bool = False
+    ) -> WeightUpdate:
         """The policy's present weights, ready for engines to take: all of them, or the adapter where that is served.
 
         Args:
             transport: Its way.
             version: What they are called.
             steps_on: The learner trains while engines take them: what is handed over within the process is copied.
+            leaves: The learner is offloaded before engines take them: such a copy is on the host.
         """
         adapter: AdapterUpdate | None = None
         if self.lora.rank and self.lora.serving == "adapter":
@@ -133,7 +136,9 @@ class Learners:
             return cast("RankedLearner", self.policy).offer_weights(transport.options, version=version)
         else:
             tensors = self.policy.export_weights()
-        if steps_on and isinstance(transport, TensorTransport):
+        if isinstance(transport, TensorTransport) and leaves:
+            tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        elif isinstance(transport, TensorTransport) and steps_on:
             tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         also = {} if adapter is None else {"adapter": adapter}  # a transport that knows none takes all weights
         return transport.pack(tensors, version=version, tied=self.policy.tied, **also)

@@ -43,18 +43,22 @@ class LearnerOptions:
             a run measures at its start and keeps.
         dtype: Parameters in "float32" or "bfloat16" (with float32 master weights).
         recompute: "full" makes each layer's activations again in the backward pass, where memory is short; "selective"
-            makes those of `recompute_modules` again, where it is nearly enough; "none" keeps them.
-        recompute_modules: Parts of a layer by megatron's names, "core_attn", "layernorm", "mlp" and "moe":
-            take those that keep much and compute little first, "layernorm" before "mlp".
+            makes those of `recompute_modules` again, where a part of that is enough; "none" keeps them.
+        recompute_modules: Parts of a layer by megatron's names; take those first that keep much and compute little.
+            "layernorm" forgets what the norms before attention and MLP give; "core_attn" what attention keeps for the
+            backward pass, which is much with `kernels` "plain" alone; "mlp" and "moe" all between two layers'
+            attentions, where an MLP or a mixture of experts is.
         kernels: "plain" computes as a CPU does best, and is there to compare with; "fused" takes a GPU's kernels, flash
             attention over packs of any lengths and all experts in one product among them; "transformer_engine" also
-            takes that library's matrices and norms, where it is installed; "auto" is "fused" on GPUs, else "plain".
+            takes that library's matrices and norms, where it is installed and no adapter trains; "auto" is "fused" on
+            GPUs, else "plain".
         overlap_grad_reduce: Sum gradients over the data-parallel ranks while the backward pass still runs: for two GPUs
-            and more, where the network is not much faster than the pass.
-        overlap_param_gather: Collect the weights of the distributed optimizer while the next forward pass already runs;
-            needs `parallel.distributed_optimizer` and `overlap_grad_reduce`.
-        offload_optimizer: Keep Adam's moments and float32 weights in the host's memory but during its step, where a GPU
-            holds them not beside the activations; costs two copies a step.
+            and more, where the step waits for the sums; a single data-parallel rank has nothing to sum.
+        overlap_param_gather: Collect the weights that the ranks of a distributed optimizer have updated while the next
+            forward pass runs, where the step waits for them; needs `parallel.distributed_optimizer` and
+            `overlap_grad_reduce`.
+        offload_optimizer: Keep Adam's moments and float32 master weights in the host's memory but during its step,
+            where a GPU cannot hold them beside the activations; costs two copies a step, and does nothing on CPUs.
         num_threads: Threads of a CPU learner; None leaves torch's setting.
         seed: Of the initial weights, where none are loaded, and of dropout.
     """

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from rl_core.errors import SettingsError
 from rl_distill.architecture.policy_config import PolicyConfig
-from rl_distill.options import LearnerOptions, ParallelOptions
+from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 
 
 def teacher_layout(ranks: int, config: PolicyConfig) -> ParallelOptions:
@@ -27,14 +28,36 @@ def check_layout(parallel: ParallelOptions, config: PolicyConfig) -> None:
         raise SettingsError("\n".join(found))
 
 
-def check_learner(options: LearnerOptions, parallel: ParallelOptions, config: PolicyConfig) -> None:
-    """Refuse options that the layout or the policy has no use for.
+def check_learner(
+    options: LearnerOptions,
+    parallel: ParallelOptions,
+    config: PolicyConfig,
+    *,
+    lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
+) -> None:
+    """Refuse options that the layout, the policy, its adapter or the environment has no use for.
 
     Raises:
         SettingsError: Each line begins with an option, and says what was found, and what would do.
     """
-    if found := [*_gather_problems(options, parallel), *_recompute_problems(options, config)]:
+    problems = (*_gather_problems(options, parallel), *_recompute_problems(options, config))
+    if found := [*problems, *_kernel_problems(options, lora)]:
         raise SettingsError("\n".join(found))
+
+
+def _kernel_problems(options: LearnerOptions, lora: LoraOptions) -> Iterator[str]:
+    if options.kernels != "transformer_engine":
+        return
+    if find_spec("transformer_engine") is None:
+        yield (
+            'kernels = "transformer_engine" needs the module transformer_engine, which is not installed here. Install '
+            '`transformer-engine[pytorch]` for this torch and CUDA, or set kernels = "fused".'
+        )
+    if lora.rank:
+        yield (
+            'kernels = "transformer_engine" has no matrices with an adapter beside them; found lora.rank = '
+            f'{lora.rank}. Set kernels = "fused", or lora.rank = 0.'
+        )
 
 
 def _gather_problems(options: LearnerOptions, parallel: ParallelOptions) -> Iterator[str]:

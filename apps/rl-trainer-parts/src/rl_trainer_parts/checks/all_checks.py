@@ -17,6 +17,7 @@ from rl_trainer_parts.checks.algorithm import algorithm_names, algorithm_problem
 from rl_trainer_parts.checks.distillation import distillation_problems, teacher_files
 from rl_trainer_parts.checks.lora import lora_problems
 from rl_trainer_parts.checks.model_folder import check_policy_folder, missing_path
+from rl_trainer_parts.checks.shared_gpu import shared_gpu_problems
 from rl_trainer_parts.settings.fields import with_value
 from rl_trainer_parts.settings.metrics import LEVELS
 from rl_trainer_parts.settings.schema import Settings
@@ -254,7 +255,8 @@ def _replicas(settings: Settings) -> Iterator[str]:
             f"replicas.count = {replicas.count}, replicas.cpus and replicas.gpus need engines in processes of their "
             'own: set rollout.placement to "process" or "ray"; found "inline".'
         )
-    if settings.weights.transport != "file" and placement == "inline":
+    yield from shared_gpu_problems(settings)
+    if settings.weights.transport not in ("file", "ipc") and placement == "inline":
         yield (
             f'weights.transport = "{settings.weights.transport}" is for engines in processes of their own: set '
             f'rollout.placement to "process" or "ray", or the transport to "file"; found placement {placement!r}.'

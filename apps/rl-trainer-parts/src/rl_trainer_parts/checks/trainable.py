@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError
-from rl_distill import check_layout, check_learner, check_ranks, parse_policy_config, read_policy_config
+from rl_distill import LoraOptions, check_layout, check_learner, check_ranks, parse_policy_config, read_policy_config
 from rl_trainer_parts.checks.lora import lora_files
 from rl_trainer_parts.checks.model_folder import check_policy_folder
 from rl_trainer_parts.learning.start_learners import needs_critic
@@ -33,9 +33,10 @@ def _problems(settings: Settings, folder: Path, setting: str, *, has_adapter: bo
         check_ranks(settings.parallel)
     except SettingsError:  # said with the other values
         return
+    lora = settings.lora if has_adapter else LoraOptions()
     checks = (
         ("parallel", partial(check_layout, settings.parallel, config)),
-        ("learner", partial(check_learner, settings.learner, settings.parallel, config)),
+        ("learner", partial(check_learner, settings.learner, settings.parallel, config, lora=lora)),
     )
     for table, check in checks:
         try:

@@ -11,6 +11,7 @@ from rl_core import Batch, Prompt, Ragged, TaskSpec, Trajectory, TransferQueue
 from rl_core.errors import DataError
 from rl_core.weights import SharedFileTransport, TensorTransport, WeightTransport
 from rl_core.weights.broadcast import BroadcastTransport, DirectTransport, SenderOptions
+from rl_core.weights.ipc import IpcTransport
 from rl_distill.objectives import component_columns, with_reward_components
 from rl_distill.teacher import teacher_task
 from rl_rollout import AuditOptions, Rollout, RolloutOptions
@@ -70,7 +71,7 @@ def queue_tasks(settings: Settings, *, order: Literal["arrival", "issue"]) -> li
 
 
 def make_transport(settings: Settings, *, is_in_process: bool | None = None) -> WeightTransport:
-    """Tensors within a process; between two a file in shared memory, or buckets over the network.
+    """Tensors within a process; between two a file or a GPU's memory that both open, or buckets over the network.
 
     Args:
         settings: Of the run.
@@ -81,6 +82,8 @@ def make_transport(settings: Settings, *, is_in_process: bool | None = None) -> 
         return TensorTransport()
     if weights.transport == "file":
         return SharedFileTransport()
+    if weights.transport == "ipc":
+        return IpcTransport(bucket_bytes=weights.bucket_mib << 20, keeps=settings.replicas.restarts > 0)
     options = SenderOptions(
         backend="tcp" if weights.transport == "direct" else weights.transport,
         host=weights.host,

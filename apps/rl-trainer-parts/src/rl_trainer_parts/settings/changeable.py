@@ -8,7 +8,10 @@ CHANGEABLE_BY_SECTION = {
     ),
     "prompts": ("validation_limit", "validation_samples", "validation_temperature"),
     "reward": ("timeout_s", "max_concurrency", "max_calls_per_s", "retries", "backoff_s", "retry_on"),
-    "rollout": ("audit_share", "rescored_share", "placement", "sleep", "deadline_s", "start_deadline_s"),
+    "rollout": (
+        *("audit_share", "rescored_share", "placement", "sleep", "sleep_keeps_weights"),
+        *("deadline_s", "start_deadline_s"),
+    ),
     "skip": (
         *("enabled", "directory", "steps", "action", "on_mismatch", "on_broken", "rewards", "max_bytes", "compress"),
         "validation",

@@ -104,6 +104,8 @@ class RolloutSettings:
         audit_share: Share of the sessions whose tokens are proved to be those that the engine sampled.
         rescored_share: Share of the sessions that the engine scores again, while it serves what sampled them.
         sleep: Let the engine free its memory while the learner trains, where its platform can.
+        sleep_keeps_weights: Its weights are on the host meanwhile (level 1); false drops them (level 2), which saves
+            both copies and the host's memory where each update brings all weights: not with lora.serving = "adapter".
         prompts_per_step: Prompts of a step.
         group_size: Sessions of each prompt.
         max_response_tokens: Longest response.
@@ -121,6 +123,7 @@ class RolloutSettings:
     audit_share: float = 0.1
     rescored_share: float = 0.02
     sleep: bool = False
+    sleep_keeps_weights: bool = True
     prompts_per_step: int = 64
     group_size: int = 8
     max_response_tokens: int = 1024
@@ -154,7 +157,9 @@ class WeightSettings:
     """How the learner's weights reach engines in processes of their own.
 
     Attributes:
-        transport: "file" (in shared memory of this machine; an engine elsewhere gets its bytes), or buckets over the
+        transport: "file" (in shared memory of this machine; an engine elsewhere gets its bytes), "ipc" (in memory of
+            the GPU that one engine in a process of its own shares with a learner of one rank; a copy of the weights
+            stays there until the next update, or until it is taken where replicas.restarts is 0), or buckets over the
             network by "tcp" (CPUs; "gloo" is its earlier name) or "nccl" (GPUs; engine and learner need different
             ones); or "direct", for a model that is too large for one process: each rank of the learner sends what it
             holds, by nccl from GPUs and by tcp from CPUs. An engine that is started again while weights change waits
@@ -164,7 +169,7 @@ class WeightSettings:
         deadline_s: Longest wait for a bucket.
     """
 
-    transport: Literal["file", "tcp", "gloo", "nccl", "direct"] = "file"
+    transport: Literal["file", "ipc", "tcp", "gloo", "nccl", "direct"] = "file"
     host: str = "127.0.0.1"
     bucket_mib: int = 256
     deadline_s: float = 60.0

@@ -1,5 +1,18 @@
 """Weights from a learner to engines, with proof that they arrived."""
 
+from rl_core.weights.digests import (
+    LORA_A,
+    LORA_B,
+    PEFT_PREFIX,
+    ChecksumKind,
+    PassingChecksums,
+    TensorDigest,
+    digest_tensors,
+    probe_tensor,
+    probe_vector,
+    tensor_checksum,
+    tensor_crc32c,
+)
 from rl_core.weights.publish import (
     BFLOAT16_TOLERANCES,
     ProofTolerances,
@@ -11,24 +24,16 @@ from rl_core.weights.publish import (
 )
 from rl_core.weights.transports import FOLDER_PREFIX, SHARED_MEMORY, SharedFileTransport, TensorTransport
 from rl_core.weights.update import (
-    LORA_A,
-    LORA_B,
-    PEFT_PREFIX,
     AdapterUpdate,
     Broadcast,
     Canary,
     Rectangle,
     RoutedScores,
-    TensorDigest,
     WeightReceipt,
     WeightReceiver,
     WeightSource,
     WeightTransport,
     WeightUpdate,
-    digest_tensors,
-    probe_tensor,
-    probe_vector,
-    tensor_crc32c,
 )
 
 __all__ = [
@@ -41,6 +46,8 @@ __all__ = [
     "AdapterUpdate",
     "Broadcast",
     "Canary",
+    "ChecksumKind",
+    "PassingChecksums",
     "ProofTolerances",
     "PublishReport",
     "Rectangle",
@@ -60,5 +67,6 @@ __all__ = [
     "prove_canary",
     "publish_weights",
     "retry_proof",
+    "tensor_checksum",
     "tensor_crc32c",
 ]

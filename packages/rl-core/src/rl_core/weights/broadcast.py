@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
+from rl_core.weights.digests import digest_tensors
 from rl_core.weights.offers import HeldRectangle, RankOffer, RankSender, join_offers
 from rl_core.weights.receiving import (
     BroadcastReceiver,
@@ -22,7 +23,7 @@ from rl_core.weights.receiving import (
     receive_plan,
 )
 from rl_core.weights.sender import SenderOptions, WeightSender
-from rl_core.weights.update import AdapterUpdate, WeightUpdate, digest_tensors
+from rl_core.weights.update import AdapterUpdate, WeightUpdate
 
 __all__ = [
     "BroadcastGroup",
@@ -72,8 +73,9 @@ class BroadcastTransport(WeightSender):
         adapter: AdapterUpdate | None = None,
     ) -> WeightUpdate:
         """See `WeightTransport.pack`; engines that still take the last update have the deadline to end that."""
-        digests = digest_tensors(tensors)
-        self.offer(version, [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors.values()])
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        digests = digest_tensors(copies)
+        self.offer(version, list(copies.values()))
         return WeightUpdate(version=version, digests=digests, broadcast=self.meeting, tied=dict(tied), adapter=adapter)
 
 

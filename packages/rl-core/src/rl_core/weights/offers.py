@@ -8,7 +8,7 @@ import torch
 
 from rl_core.errors import WeightProofError
 from rl_core.record_fields import record
-from rl_core.weights.rectangle_sums import RectangleDigest, digest_rectangle, join_digests
+from rl_core.weights.rectangle_sums import RectangleDigest, digest_rectangles, join_digests
 from rl_core.weights.sender import SenderOptions, WeightSender
 from rl_core.weights.update import Rectangle, WeightSource, WeightUpdate
 
@@ -66,7 +66,7 @@ class RankSender:
         elif options.num_receivers is not None:
             self._sender.expect(options.num_receivers)
         self._sender.withdraw()
-        digests = [digest_rectangle(one.read(), one.rectangle, one.shape) for one in held]
+        digests = digest_rectangles((one.rectangle, one.shape, one.read()) for one in held)
         self._sender.offer(version, _Reading(held))
         rectangles = [one.rectangle for one in held]
         source = WeightSource(sender=self._name, meeting=self._sender.meeting, rectangles=rectangles)
@@ -114,19 +114,20 @@ def join_offers(
         WeightProofError: The rectangles of a tensor do not make it up; the message names it.
     """
     parts = [pair for offer in offers for pair in zip(offer.source.rectangles, offer.digests, strict=True)]
-    digests = join_digests(parts)
+    shapes = {rectangle.name: digest.shape for rectangle, digest in parts}
     rectangles: dict[str, list[Rectangle]] = {name: [] for name in names}
     for rectangle, _ in parts:
         rectangles.setdefault(rectangle.name, []).append(rectangle)
     for name, of_tensor in rectangles.items():
-        if name not in digests or not _make_up(of_tensor, digests[name].shape):
+        if name not in shapes or not _make_up(of_tensor, shapes[name]):
             found = ", ".join(f"{list(one.sizes)} at {list(one.offsets)}" for one in of_tensor) or "none"
-            whole = f" of shape {list(digests[name].shape)}" if name in digests else ""
+            whole = f" of shape {list(shapes[name])}" if name in shapes else ""
             raise WeightProofError(
-                f"the rectangles that the ranks offer must make up tensor {name!r}{whole}, without a gap or an overlap; "
+                f"the rectangles that the ranks offer must make up tensor {name!r}{whole} without gap or overlap; "
                 f"found {found}. Nothing was published.",
                 tensor=name,
             )
+    digests = join_digests(parts)
     return WeightUpdate(
         version=version,
         digests={name: digests[name] for name in rectangles},

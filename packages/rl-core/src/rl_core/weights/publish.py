@@ -274,14 +274,14 @@ def _expected_probes(update: WeightUpdate) -> dict[str, FloatArray]:
     return probes
 
 
-def _check_arrived(update: WeightUpdate, arrived: Mapping[str, int]) -> None:
+def _check_arrived(update: WeightUpdate, arrived: Mapping[str, str]) -> None:
     for name, digest in update.digests.items():
         if name not in arrived:
             raise WeightProofError(f"tensor {name!r} did not arrive at the engine.", tensor=name)
-        if arrived[name] != digest.crc32c:
+        if arrived[name] != digest.checksum:
             raise WeightProofError(
-                f"tensor {name!r} was changed on its way to the engine: crc32c {digest.crc32c:08x} was sent, "
-                f"{arrived[name]:08x} arrived, at version {update.version}.",
+                f"tensor {name!r} was changed on its way to the engine: {digest.checksum} was sent, {arrived[name]} "
+                f"arrived, at version {update.version}.",
                 tensor=name,
             )
 

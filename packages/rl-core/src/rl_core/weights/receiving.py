@@ -2,9 +2,9 @@
 
 import socket
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 
 from rl_core.errors import DeadlineError, TransferError
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
+from rl_core.weights.digests import ChecksumKind
 from rl_core.weights.secret_sockets import connect, receive_message, send_message
 from rl_core.weights.update import Broadcast, Rectangle, WeightSource, WeightUpdate
 
@@ -38,12 +39,14 @@ class ReceivePlan:
         version: Of the policy.
         specs: All tensors, in order.
         tied: Names among them that the model serves from another tensor.
+        kinds: What checksum to compute of each.
         rectangles: What each sender sends, in order.
     """
 
     version: int
     specs: Sequence[TensorSpec]
     tied: Sequence[str] = ()
+    kinds: Mapping[str, ChecksumKind] = field(default_factory=dict)
     rectangles: Sequence[Sequence[Rectangle]] = field(default=(), repr=False)
 
 
@@ -54,6 +57,7 @@ def receive_plan(update: WeightUpdate) -> ReceivePlan:
         version=update.version,
         specs=specs,
         tied=list(update.tied),
+        kinds={name: digest.kind for name, digest in update.digests.items()},
         rectangles=[source.rectangles for source in update_sources(update)],
     )
 
@@ -214,7 +218,7 @@ class SourceGroups:
     """One worker's end of the groups with all senders.
 
     Attributes:
-        sources: Whom it has met.
+        sources: Whom it has met; nobody once it has left.
     """
 
     def __init__(self, sources: Sequence[JoinedSource], *, rank: int, size: int, device: torch.device) -> None:
@@ -242,6 +246,8 @@ class SourceGroups:
     def receive(self, plan: ReceivePlan) -> Iterator[tuple[str, torch.Tensor]]:
         """Receive an update, tensor by tensor; of each, the rectangles that its senders have.
 
+        Where that ends midway, every group is left, so that no sender waits.
+
         Raises:
             TransferError: A sender is gone.
             DeadlineError: A sender gives nothing any more.
@@ -251,7 +257,7 @@ class SourceGroups:
         for number, rectangles in enumerate(plan.rectangles):
             for rectangle in rectangles:
                 pieces.setdefault(rectangle.name, []).append((number, rectangle))
-        with ThreadPoolExecutor(1, "receive weights") as thread:
+        with self._left_midway(), ThreadPoolExecutor(1, "receive weights") as thread:
             streams = [
                 group.receive([TensorSpec(one.name, one.sizes, dtypes[one.name]) for one in rectangles], thread=thread)
                 for group, rectangles in zip(self._groups, plan.rectangles, strict=True)
@@ -262,14 +268,24 @@ class SourceGroups:
 
     def close(self) -> None:
         """Leave every group. Can be called twice."""
+        self.sources = []
         for group in self._groups:
             group.close()
 
+    @contextmanager
+    def _left_midway(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
     def _next(self, streams: Sequence[Iterator[tuple[str, torch.Tensor]]], number: int) -> torch.Tensor:
+        sender = self.sources[number].sender
         try:
             return next(streams[number])[1]
         except (TransferError, DeadlineError) as error:
-            raise type(error)(f"{self.sources[number].sender}: {error}") from error
+            raise type(error)(f"{sender}: {error}") from error
 
 
 def _put_together(

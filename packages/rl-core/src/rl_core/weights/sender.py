@@ -168,7 +168,7 @@ class WeightSender:
                 self._take_worker(connection, hello)
             else:
                 self._serve_engine(connection, hello)
-        except (OSError, RLError, KeyError) as error:
+        except (OSError, RLError, KeyError, RuntimeError) as error:
             log.warning("weights_not_sent error=%r", error)
             connection.close()
         finally:

@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING
 from rl_core.errors import NotReadyError
 from rl_core.files.locked_folders import locked_folder, remove_unlocked_folders
 from rl_core.record_fields import converts_arguments
-from rl_core.weights.update import AdapterUpdate, WeightUpdate, digest_tensors
+from rl_core.weights.digests import digest_tensors
+from rl_core.weights.update import AdapterUpdate, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared memory, not a temporary file
 FOLDER_PREFIX = "rl-weights-"
+
+
+def host_tensors(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
+    """Contiguous tensors in this process's memory: the one copy that leaves a GPU; those that are here stay."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 class TensorTransport:
@@ -30,8 +36,8 @@ class TensorTransport:
         tied: Mapping[str, str],
         adapter: AdapterUpdate | None = None,
     ) -> WeightUpdate:
-        """See `WeightTransport.pack`."""
-        digests = digest_tensors(tensors)
+        """See `WeightTransport.pack`; an adapter's slot is proved by crc32c, wherever it is."""
+        digests = digest_tensors(tensors, kind=None if adapter is None else "crc32c")
         return WeightUpdate(version=version, digests=digests, tensors=dict(tensors), tied=dict(tied), adapter=adapter)
 
     def close(self) -> None:
@@ -69,14 +75,16 @@ class SharedFileTransport:
         """See `WeightTransport.pack`."""
         from safetensors.torch import save_file
 
-        digests = digest_tensors(tensors)
         if not self._folder.is_dir():
             raise NotReadyError(f"the weight transport is closed; its folder {self._folder} is gone. Make a new one.")
         file = self._folder / "weights.safetensors"
         part = self._folder / "weights.part"
-        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, part)
+        on_host = host_tensors(tensors)
+        save_file(on_host, part)
         part.replace(file)
-        return WeightUpdate(version=version, digests=digests, file=file, tied=dict(tied), adapter=adapter)
+        return WeightUpdate(
+            version=version, digests=digest_tensors(on_host), file=file, tied=dict(tied), adapter=adapter
+        )
 
     def close(self) -> None:
         """See `WeightTransport.close`."""

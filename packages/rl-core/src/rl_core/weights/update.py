@@ -1,63 +1,30 @@
 """What travels when weights are published, and the proof that they arrived.
 
-A `WeightUpdate` carries every tensor under its Hugging Face name with a `TensorDigest`: a checksum of
-the bytes, and a *probe*, the tensor applied to a fixed vector. An engine that fuses, shards or repacks
-its weights cannot be compared byte by byte, but its live layers must map the probe vector to the same
-numbers. A canary (known sequences with the learner's logprobs) closes the loop through the whole model.
+A `WeightUpdate` carries every tensor under its Hugging Face name with a `TensorDigest`: a checksum of the
+bytes (crc32c, or `word_sums` where the tensor is on a GPU), and a *probe*, the tensor applied to a fixed
+vector. An engine that fuses, shards or repacks its weights cannot be compared byte by byte, but its live
+layers must map the probe vector to the same numbers. A canary (known sequences with the learner's logprobs)
+closes the loop through the whole model.
 """
 
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-import numpy as np
-
 from rl_core.data.records import ExpertArray, FloatArray, IntArray
 from rl_core.errors import ShapeError
-from rl_core.files.checksums import checksum
 from rl_core.record_fields import record
+from rl_core.weights.digests import TensorDigest
 
 if TYPE_CHECKING:
     import torch
 
 FINGERPRINT_BYTES = 16
-MAX_DIGEST_THREADS = 4
-"""Memory is the limit beyond."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-PEFT_PREFIX = "base_model.model."
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
-"""How peft names an adapter's tensors: prefix, the base's module, and one of these."""
-
-
-@record
-class TensorDigest:
-    """What a tensor must be on arrival.
-
-    Attributes:
-        shape: Its shape.
-        dtype: torch dtype name without prefix, such as "float32".
-        crc32c: Checksum of its contiguous bytes.
-        probe: [out] float32 of `probe_tensor`.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    crc32c: int
-    probe: FloatArray = field(repr=False)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """The probe travels as plain bytes: an adapter's update has the digests of its whole base."""
-        return _unpickled_digest, (self.shape, self.dtype, self.crc32c, self.probe.tobytes())
-
-
-def _unpickled_digest(shape: tuple[int, ...], dtype: str, crc32c: int, probe: bytes) -> TensorDigest:
-    return TensorDigest(shape=shape, dtype=dtype, crc32c=crc32c, probe=np.frombuffer(probe, np.float32).copy())
 
 
 @record
@@ -111,6 +78,48 @@ class WeightSource:
 
 
 @record
+class SharedBucket:
+    """Memory of a process that another one opens; all but the first two fields are of CUDA alone.
+
+    Attributes:
+        handle: CUDA's IPC handle of the allocation, in hexadecimal digits; of a CPU's memory the file that is mapped.
+        size_bytes: Of the bucket.
+        offset_bytes: Where it begins in the allocation.
+        counter: File in which torch counts who has the allocation open, in hexadecimal digits.
+        counter_offset: Place in that file.
+        event: CUDA's IPC handle of the event after which the bucket is full, in hexadecimal digits.
+        waits: Whether to wait for that event.
+    """
+
+    handle: str
+    size_bytes: int
+    offset_bytes: int = 0
+    counter: str = ""
+    counter_offset: int = 0
+    event: str = ""
+    waits: bool = False
+
+
+@record
+class SharedBuckets:
+    """Where the tensors of an update lie side by side; plain values alone, so that nothing runs when they are read.
+
+    Which bucket a tensor is in, and where, follows from the digests and from bucket_bytes: see `bucket_plan`.
+
+    Attributes:
+        device: UUID of the GPU, or "cpu".
+        stamp: With the version at the start of every bucket, as long as it holds this update.
+        bucket_bytes: Most bytes of a bucket that holds several tensors.
+        buckets: In order.
+    """
+
+    device: str
+    stamp: int
+    bucket_bytes: int
+    buckets: tuple[SharedBucket, ...]
+
+
+@record
 class AdapterUpdate:
     """What makes an update one of a LoRA adapter: its tensors are the A and B, and the base's weights stay.
 
@@ -128,7 +137,7 @@ class AdapterUpdate:
 
 @record
 class WeightUpdate:
-    """All weights of one policy version, or its adapter: by value, as a file, or to be received.
+    """All weights of one policy version, or its adapter: by value, as a file, in shared memory, or to be received.
 
     Attributes:
         version: The policy version that these weights are.
@@ -137,6 +146,7 @@ class WeightUpdate:
         file: A safetensors file, in shared memory, when they do not.
         broadcast: Where the tensors are received, in the order of the digests, when they come over the network.
         sources: Where rectangles of them are received, when each rank of the learner sends its own.
+        shared: Where the tensors are opened, in memory of the sender's GPU.
         tied: Names that the engine must serve from another tensor, such as
             {"lm_head.weight": "model.embed_tokens.weight"}.
         adapter: None where the tensors are all weights.
@@ -148,6 +158,7 @@ class WeightUpdate:
     file: Path | None = None
     broadcast: Broadcast | None = None
     sources: Sequence[WeightSource] = ()
+    shared: SharedBuckets | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
     adapter: AdapterUpdate | None = None
 
@@ -168,8 +179,8 @@ class WeightUpdate:
 
     @property
     def fingerprint(self) -> str:
-        """One digest of what the weights are, whatever their version and their way; the same weights have the same."""
-        content = [[name, d.shape, d.dtype, d.crc32c] for name, d in sorted(self.served.items())]
+        """One digest of what the weights are, whatever their version; the same for the same kind of checksum."""
+        content = [[name, d.shape, d.dtype, d.checksum] for name, d in sorted(self.served.items())]
         text = json.dumps([content, sorted(self.tied.items())])
         return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_BYTES).hexdigest()
 
@@ -180,14 +191,14 @@ class WeightReceipt:
 
     Attributes:
         version: The version that it now serves.
-        arrived: crc32c of each tensor as it arrived, by Hugging Face name.
+        arrived: Checksum of each tensor as it arrived, by Hugging Face name, of the kind of its digest.
         live: Probe of each tensor as the engine now serves it, tied names included; NaN where it read the tensor back
             and found other bits than arrived, or where the expert that has it computes something else.
         problems: What the engine itself found wrong, such as an adapter in another slot; the proof fails with them.
     """
 
     version: int
-    arrived: Mapping[str, int]
+    arrived: Mapping[str, str]
     live: Mapping[str, FloatArray]
     problems: tuple[str, ...] = ()
 
@@ -267,54 +278,3 @@ class WeightTransport(Protocol):
     def close(self) -> None:
         """Free what the last update holds."""
         ...
-
-
-def probe_vector(size: int) -> "torch.Tensor":
-    """[size] float32 of fixed values in [-1, 1], the same on every machine."""
-    import torch
-
-    positions = torch.arange(1, size + 1, dtype=torch.float64)
-    return torch.sin(positions * 12.9898).to(torch.float32)
-
-
-def probe_tensor(tensor: "torch.Tensor", name: str = "") -> FloatArray:
-    """What a tensor does to the probe vector, in float32.
-
-    Args:
-        tensor: [out, in] or [experts, out, in] weights, or [n] such as a norm's scale.
-        name: Of an adapter's B, [out, rank], which is probed from its other side: few numbers travel with an adapter.
-
-    Returns:
-        [out], [experts * out], or the [n] values themselves; [rank] of an adapter's A and B.
-    """
-    values = tensor.detach().float()
-    if name.endswith(LORA_B):
-        values = values.T
-    if values.ndim == 1:
-        return values.cpu().numpy().copy()
-    vector = probe_vector(values.shape[-1]).to(values.device)
-    return (values @ vector).reshape(-1).cpu().numpy()
-
-
-def tensor_crc32c(tensor: "torch.Tensor") -> int:
-    """crc32c of a tensor's contiguous bytes."""
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return checksum(flat.numpy())
-
-
-def digest_tensor(tensor: "torch.Tensor", name: str = "") -> TensorDigest:
-    """Digest of a tensor, as the sender makes it; see `probe_tensor`."""
-    return TensorDigest(
-        shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        crc32c=tensor_crc32c(tensor),
-        probe=probe_tensor(tensor, name),
-    )
-
-
-def digest_tensors(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, TensorDigest]:
-    """Digest of each tensor, several at once."""
-    with ThreadPoolExecutor(min(MAX_DIGEST_THREADS, os.cpu_count() or 1), "digest") as threads:
-        return dict(zip(tensors, threads.map(digest_tensor, tensors.values(), tensors), strict=True))

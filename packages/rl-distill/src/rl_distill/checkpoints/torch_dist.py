@@ -39,7 +39,7 @@ class Piece:
         name: Of the whole tensor.
         shape: Of the whole tensor.
         offsets: Where the rectangle begins.
-        tensor: Its elements, contiguous, on the CPU.
+        tensor: Its elements; contiguous and on the CPU where they are written or sent.
     """
 
     name: str

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rl_core.errors import ShapeError
-from rl_distill.megatron.swiglu import swiglu, swiglu_grad
+from rl_distill.megatron.swiglu import fused_swiglu, fused_swiglu_grad, swiglu, swiglu_grad
 
 _ALIGNMENT_BYTES = 16
 """Of the rows of every matrix in a grouped product, on any device."""
@@ -66,7 +66,8 @@ class Experts(MegatronModule):  # type: ignore[misc]
         weights = self.linear_fc1, self.linear_fc2
         if self._is_grouped:
             ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-            return _Grouped.apply(tokens, shares, ends, *weights), None  # type: ignore[no-untyped-call]
+            is_fused = self.config.kernels.is_fused
+            return _Grouped.apply(tokens, shares, ends, *weights, is_fused), None  # type: ignore[no-untyped-call]
         return _InTurn.apply(tokens, shares, tokens_per_expert.tolist(), *weights), None  # type: ignore[no-untyped-call]
 
 
@@ -131,21 +132,24 @@ class _Grouped(torch.autograd.Function):
     """The same with one product for the rows of all experts."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, shares: Tensor, ends: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, shares: Tensor, ends: Tensor, *rest: Any) -> Tensor:
+        first, second, ctx.is_fused = rest
         hidden = _product(tokens, first.mT, ends)
         ctx.save_for_backward(tokens, shares, ends, first, second, hidden)
-        return _product(swiglu(hidden).mul_(shares.unsqueeze(-1)), second.mT, ends)
+        gated = (fused_swiglu if ctx.is_fused else swiglu)(hidden)
+        return _product(gated.mul_(shares.unsqueeze(-1)), second.mT, ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tokens, shares, ends, first, second, hidden = ctx.saved_tensors
         grad, share = grads[0].contiguous(), shares.unsqueeze(-1)  # the product takes no expanded gradient
-        gated, of_gated = swiglu(hidden), _product(grad, second, ends)
+        activation, activation_grad = (fused_swiglu, fused_swiglu_grad) if ctx.is_fused else (swiglu, swiglu_grad)
+        gated, of_gated = activation(hidden), _product(grad, second, ends)
         out_shares = (of_gated.to(shares.dtype) * gated).sum(-1)
         of_second = _weight_grad(second, grad, gated.mul_(share), ends)
-        of_hidden = swiglu_grad(hidden, of_gated.mul_(share))
+        of_hidden = activation_grad(hidden, of_gated.mul_(share))
         of_first = _weight_grad(first, of_hidden, tokens, ends)
-        return _product(of_hidden, first, ends), out_shares, None, of_first, of_second
+        return _product(of_hidden, first, ends), out_shares, None, of_first, of_second, None
 
 
 def _product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -184,13 +188,16 @@ def _total(weight: Tensor) -> Tensor | None:
 
 
 def _own(weight: Tensor, total: Tensor | None) -> Tensor | None:
-    """The gradient that autograd shall have; where it is in megatron's buffer, something in its place.
+    """The gradient that autograd shall have; where it is in megatron's buffer, something in its place."""
+    return total if total is None or not hasattr(weight, "main_grad") else gradient_elsewhere(weight)
+
+
+def gradient_elsewhere(weight: Tensor) -> Tensor:
+    """What a backward pass gives for a weight whose gradient it has added to megatron's `main_grad`.
 
     megatron's data parallelism, which may sum the buffer while others are made, hears of a gradient only where autograd
     gets one, and then leaves it out. The weight itself has the right shape, and takes no memory.
     """
-    if total is None or not hasattr(weight, "main_grad"):
-        return total
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return weight.detach()
 

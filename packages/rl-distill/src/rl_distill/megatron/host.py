@@ -84,9 +84,9 @@ class RankHost:
         """Call a method of a model."""
         return getattr(self._loaded(name), method)(*args, **kwargs)
 
-    def export(self, name: str, what: Exported) -> list[Piece]:
-        """The tensors of which this rank keeps the copy that counts; views of them where they are on the CPU."""
-        return self._loaded(name).tensors.export(what)
+    def export(self, name: str, what: Exported, *, on_host: bool) -> list[Piece]:
+        """The tensors of which this rank keeps the copy that counts; see `RankTensors.export`."""
+        return self._loaded(name).tensors.export(what, on_host=on_host)
 
     def offer(self, name: str, options: SenderOptions, *, version: int) -> RankOffer:
         """Send this rank's weights to engines that ask; by NCCL from a GPU, and from where other hosts reach this one.

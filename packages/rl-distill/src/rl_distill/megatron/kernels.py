@@ -46,6 +46,11 @@ def chosen_kernels(wanted: KernelChoice, *, device: torch.device, dtype: torch.d
     """
     if wanted == "plain" or (wanted == "auto" and device.type == "cpu"):
         return PLAIN
+    if wanted == "transformer_engine" and device.type == "cpu":
+        raise SettingsError(
+            'kernels = "transformer_engine" needs a GPU: the library computes nowhere else; found a CPU. Set kernels '
+            'to "plain" or "auto".'
+        )
     return Kernels(
         attention=_attention(device=device, dtype=dtype, head_dim=head_dim),
         experts="grouped",

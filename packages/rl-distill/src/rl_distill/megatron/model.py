@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -9,23 +10,18 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from rl_distill.architecture.lora_targets import adapted_modules
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.megatron.convert import Shard, padded_vocab_size
+from rl_distill.megatron.head import Asked, HeadScores, OutputLayer, head_scores, logits_at_once
 from rl_distill.megatron.model_spec import block_spec
 from rl_distill.megatron.rank_pack import PlacedPack
-from rl_distill.objectives.chunked_head import chunked_head_divergence
+from rl_distill.objectives.chunked_head import HeadResult, chunked_head_divergence
 from rl_distill.objectives.comparison import MEASURED, WEIGHTED, Comparison
 from rl_distill.objectives.logit_divergence import LogitDivergence
-from rl_distill.objectives.teacher_tokens import TeacherTokens
-from rl_distill.objectives.vocabulary import vocabulary_logprobs
-from rl_distill.objectives.vocabulary_parts import VocabularyPart, likeliest
+from rl_distill.objectives.vocabulary_parts import VocabularyPart
 from rl_distill.options import LoraOptions
-
-_CHUNK_LOGITS = 2**25
-"""Logits that are alive at once; more are made in chunks, and again in the backward pass."""
 
 Head = Literal["policy", "value"]
 """What comes out: logprobs and entropy of tokens, or values of the states before them."""
@@ -120,10 +116,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             self.value_head = torch.nn.Linear(config.hidden_size, 1, dtype=config.params_dtype)
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
-        elif self.post_process and config.sequence_parallel:
-            # The head sees chosen tokens, gathered before: it shares no sequence, and sums its input's gradient.
-            self.output_layer.sequence_parallel = False
-            self.output_layer.allreduce_dgrad = True
+        elif self.post_process:
+            self.output_layer.__class__ = OutputLayer  # GPTModel has no way to say which it makes
 
     def _is_in_embd_group(self) -> bool:
         """Always False: both copies of a tied embedding are filled from the same tensor, not from one another."""
@@ -150,72 +144,40 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
             hidden = hidden.index_select(0, placed.kept)
-        hidden = placed.to_score(hidden)
+        hidden = placed.to_score(hidden).squeeze(1)
         if self.value_head is not None:
             return Scored(self.value_head(hidden).flatten().float())
         if wanted.comparison is not None and wanted.comparison.is_alone:
-            return self._compare_alone(hidden.squeeze(1), placed, wanted, self._divergence(wanted.comparison, wanted))
-        found = self._in_chunks(hidden, placed, wanted)
+            return self._compare_alone(hidden, placed, wanted, self._divergence(wanted.comparison, wanted))
+        found = self._score(hidden, placed, wanted)
         if wanted.has_hidden:
-            found["hidden"] = hidden.squeeze(1).float()
+            found["hidden"] = hidden.float()
         return Scored(found.pop("values"), found.pop("entropy"), found)
 
     def _head(self) -> Tensor | None:
         """The output matrix where it is the embedding's."""
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
-    def _in_chunks(self, hidden: Tensor, placed: PlacedPack, wanted: Wanted) -> dict[str, Tensor]:
-        """Score a few tokens at a time; a chunk's logits are made again in the backward pass."""
-        rows = torch.arange(len(placed.targets), device=placed.targets.device)
-        size = max(1, _CHUNK_LOGITS // max(1, self.vocab_size))
-        teacher = None if wanted.comparison is None else placed.teacher
-        if len(rows) <= size:
-            return self._score(hidden, placed.targets, teacher, wanted)
-        chunks = [
-            checkpoint(
-                self._score,
-                h,
-                placed.targets[r],
-                None if teacher is None else teacher.select(r),
-                wanted,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            for h, r in zip(torch.split(hidden, size), torch.split(rows, size), strict=True)
-        ]
-        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-
-    def _score(
-        self, hidden: Tensor, targets: Tensor, teacher: TeacherTokens | None, wanted: Wanted
-    ) -> dict[str, Tensor]:
-        """What is wanted of some of the tokens."""
-        logits = self.output_layer(hidden, weight=self._head())[0].squeeze(1)
-        logprobs, entropy = vocabulary_logprobs(logits, targets, temperature=wanted.temperature, part=self._part)
-        found = {"values": logprobs, "entropy": entropy}
-        if wanted.top_k is not None:
-            found |= self._likeliest(logits, targets, logprobs, wanted)
-        if wanted.comparison is not None and teacher is not None:
-            measured = self._divergence(wanted.comparison, wanted)(logits, teacher)
-            found |= {MEASURED + name: value for name, value in measured._asdict().items()}
+    def _score(self, hidden: Tensor, placed: PlacedPack, wanted: Wanted) -> dict[str, Tensor]:
+        """What is wanted of the tokens whose hidden states [M, H] these are."""
+        comparison = wanted.comparison
+        asked = Asked(
+            part=self._part,
+            temperature=wanted.temperature,
+            top_k=wanted.top_k,
+            divergence=None if comparison is None else self._divergence(comparison, wanted),
+            is_fused=self.config.kernels.is_fused,
+        )
+        teacher = None if comparison is None else placed.teacher
+        compute = partial(head_scores, hidden, targets=placed.targets, asked=asked, teacher=teacher)
+        scores: HeadScores = self.output_layer(compute, self._head())
+        found = {"values": scores.logprobs, "entropy": scores.entropy}
+        if scores.top_logprobs is not None and scores.top_ids is not None:
+            found["logprobs"] = torch.cat([scores.logprobs.unsqueeze(-1), scores.top_logprobs], -1)
+            found["ids"] = torch.cat([placed.targets.unsqueeze(-1), scores.top_ids], -1)
+        if scores.comparison is not None:
+            found |= {MEASURED + name: value for name, value in scores.comparison._asdict().items()}
         return found
-
-    def _likeliest(self, logits: Tensor, targets: Tensor, logprobs: Tensor, wanted: Wanted) -> dict[str, Tensor]:
-        """The token itself, and then the likeliest ones, with their logprobs."""
-        values, ids = likeliest(logits, wanted.top_k or 0, part=self._part)
-        # The logprob of the token is its logit less what all tokens have in common.
-        own = tensor_parallel.reduce_from_tensor_model_parallel_region(self._own_logits(logits, targets))
-        common = logprobs - own.float() / wanted.temperature
-        top = values.float() / wanted.temperature + common.unsqueeze(-1)
-        return {
-            "logprobs": torch.cat([logprobs.unsqueeze(-1), top], -1),
-            "ids": torch.cat([targets.unsqueeze(-1), ids], -1),
-        }
-
-    def _own_logits(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """[M] logits of tokens of this rank's slice; 0 of others."""
-        local = targets - self._part.first(logits.shape[-1])
-        is_here = (local >= 0) & (local < logits.shape[-1])
-        return logits.gather(-1, local.masked_fill(~is_here, 0).unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0.0)
 
     def _divergence(self, comparison: Comparison, wanted: Wanted) -> LogitDivergence:
         """What compares this rank's logits with teachers."""
@@ -223,17 +185,17 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     def _compare_alone(self, hidden: Tensor, placed: PlacedPack, wanted: Wanted, divergence: LogitDivergence) -> Scored:
         """Compare with teachers, in one pass that makes the gradients as well."""
-        weight = self._head()
-        found = chunked_head_divergence(
+        compute = partial(
+            chunked_head_divergence,
             hidden,
-            self.output_layer.weight if weight is None else weight,
             weights=placed.loss_weights,
             teacher=placed.teacher,
             divergence=divergence,
             targets=placed.targets,
             temperature=wanted.temperature,
-            chunk_logits=2 * _CHUNK_LOGITS,
+            chunk_logits=2 * logits_at_once(hidden.device),
         )
+        found: HeadResult = self.output_layer(compute, self._head())
         measured = {MEASURED + name: value for name, value in found.comparison._asdict().items()}
         logprobs = found.weighted.detach() if found.logprobs is None else found.logprobs
         return Scored(logprobs, found.entropy, {WEIGHTED: found.weighted, **measured})

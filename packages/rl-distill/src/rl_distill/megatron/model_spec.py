@@ -1,4 +1,4 @@
-"""megatron's configuration and layers for a Hugging Face policy, without Transformer Engine."""
+"""megatron's configuration and layers for a Hugging Face policy."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -10,6 +10,7 @@ from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -25,9 +26,9 @@ from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.megatron.attention.buckets import PackedLayout
 from rl_distill.megatron.attention.packed import PackedAttention
 from rl_distill.megatron.kernels import PLAIN, Kernels, PolicyTransformerConfig
+from rl_distill.megatron.layers import layers_of
 from rl_distill.megatron.lora import with_adapter
 from rl_distill.megatron.mixture import dispatch_locally, mixture_settings, mixture_spec
-from rl_distill.megatron.norm import RMSNorm
 from rl_distill.megatron.recompute import forget_between
 from rl_distill.megatron.swiglu import SwiGLU
 from rl_distill.options import LoraOptions, ParallelOptions
@@ -44,7 +45,7 @@ _WITHOUT_FUSIONS = dict.fromkeys(
     ),
     False,
 )
-"""Kernels of Transformer Engine, apex or CUDA alone."""
+"""Kernels of apex or CUDA alone, and what Transformer Engine would do beyond its layers."""
 
 _FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -93,9 +94,12 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
             self.mlp.moe_layer_recompute = False
         self.recomputes_mlp = ("moe" if self.is_moe_layer else "mlp") in modules
         if "layernorm" in modules:
-            forget_between(self.input_layernorm, self.self_attention)
+            between = [(self.input_layernorm, self.self_attention)]
             if not self.recomputes_mlp:  # which makes its norm again
-                forget_between(self.pre_mlp_layernorm, self.mlp)
+                between.append((self.pre_mlp_layernorm, self.mlp))
+            for norm, reader in between:
+                if not isinstance(norm, IdentityOp):  # where a reader norms what it reads, there is nothing between
+                    forget_between(norm, reader)
 
     def forward(self, *args: Any, packed_seq_params: PackedLayout, **kwargs: Any) -> tuple[Tensor, Any]:
         """As megatron's layer, [T, 1, hidden] to [T, 1, hidden]."""
@@ -222,7 +226,7 @@ def block_spec(
     lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
     adapted: Collection[str] = (),
 ) -> TransformerBlockSubmodules:
-    """Pre-norm layers with packed attention, without Transformer Engine: those of this rank's pipeline stage.
+    """Pre-norm layers with packed attention: those of this rank's pipeline stage.
 
     Args:
         config: What `transformer_config` gave.
@@ -236,11 +240,12 @@ def block_spec(
         _layer_spec(config, index, lora, {name.rsplit(".")[-1] for name in adapted if f".layers.{index}." in name})
         for index in range(start, stop)
     ]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=layers_of(config.kernels).norm)
 
 
 def _layer_spec(config: TransformerConfig, index: int, lora: LoraOptions, adapted: Collection[str]) -> ModuleSpec:
-    norm = RMSNorm if config.qk_layernorm else None
+    column, row, norm = layers_of(config.kernels)
+    head_norm = norm if config.qk_layernorm else None
 
     def matrix(kind: type, *names: str) -> type | ModuleSpec:
         return with_adapter(kind, [name for name in names if name in adapted], lora)
@@ -249,24 +254,24 @@ def _layer_spec(config: TransformerConfig, index: int, lora: LoraOptions, adapte
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=matrix(tensor_parallel.ColumnParallelLinear, "q_proj", "k_proj", "v_proj"),
+            linear_qkv=matrix(column, "q_proj", "k_proj", "v_proj"),
             core_attention=PackedAttention,
-            linear_proj=matrix(tensor_parallel.RowParallelLinear, "o_proj"),
-            q_layernorm=norm,
-            k_layernorm=norm,
+            linear_proj=matrix(row, "o_proj"),
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
         ),
     )
     dense = MLPSubmodules(
-        linear_fc1=matrix(tensor_parallel.ColumnParallelLinear, "gate_proj", "up_proj"),
-        linear_fc2=matrix(tensor_parallel.RowParallelLinear, "down_proj"),
+        linear_fc1=matrix(column, "gate_proj", "up_proj"),
+        linear_fc2=matrix(row, "down_proj"),
         activation_func=SwiGLU,
     )
     is_mixture = config.num_moe_experts is not None and bool(config.moe_layer_freq[index])
     submodules = TransformerLayerSubmodules(
-        input_layernorm=RMSNorm,
+        input_layernorm=norm,
         self_attention=attention,
         self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=RMSNorm,
+        pre_mlp_layernorm=norm,
         mlp=mixture_spec(dense) if is_mixture else ModuleSpec(module=MLP, submodules=dense),
         mlp_bda=get_bias_dropout_add,
     )

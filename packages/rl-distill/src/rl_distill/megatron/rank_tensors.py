@@ -1,6 +1,7 @@
 """A rank's tensors by Hugging Face name: those that it exports, those that a checkpoint has, and what they take."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -66,11 +67,19 @@ class RankTensors:
         """Elements of the policy of which this rank keeps the primary copy; not an adapter's."""
         return sum(int(np.prod(block.sizes)) for block in self._own(self._blocks(self._base())))
 
-    def export(self, what: Exported) -> list[Piece]:
-        """What this rank gives out, on the CPU: views of its tensors where these are there already.
+    def export(self, what: Exported, *, on_host: bool) -> list[Piece]:
+        """What this rank gives out: views of its tensors, or copies.
 
         A and B have peft's names, and B is scaled. Merging is in float32, and leaves the base as it is.
+
+        Args:
+            what: Is given out.
+            on_host: On the CPU, for another process; False leaves it on the rank's device.
         """
+        pieces = self._exported(what)
+        return [replace(piece, tensor=piece.tensor.cpu()) for piece in pieces] if on_host else pieces
+
+    def _exported(self, what: Exported) -> list[Piece]:
         adapter, scaling = self._blocks(self._adapter()), self._plan.lora.scaling if self._plan.lora.rank else 1.0
         if what == "adapter":
             return [
@@ -177,7 +186,7 @@ class RankTensors:
 
 
 def _piece(block: Block, tensor: Tensor, *, name: str | None = None) -> Piece:
-    return Piece(name=name or block.name, shape=block.shape, offsets=block.offsets, tensor=tensor.cpu())
+    return Piece(name=name or block.name, shape=block.shape, offsets=block.offsets, tensor=tensor)
 
 
 def _scaled(block: Block, scaling: float) -> Tensor:

@@ -88,7 +88,7 @@ class RankedModel:
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config)
         if self.trains:
-            check_learner(options, parallel, self._source.config)
+            check_learner(options, parallel, self._source.config, lora=self._lora)
         adapted_modules(self._source.config, self._lora)
         self._name = name or self.kind
         self._owns_ranks = ranks is None
@@ -218,7 +218,10 @@ class TrainedModel(RankedModel):
     """A model with an optimizer: its weights leave it, and it is saved and loaded."""
 
     def export_weights(self) -> Mapping[str, Tensor]:
-        """All weights by Hugging Face name, on the CPU; views where this process has them, until the next step."""
+        """All weights by Hugging Face name: views where this process has them, on their device, until the next step.
+
+        Those of ranks in other processes are copies on the CPU.
+        """
         return self._export("weights", self._shapes())
 
     def offer_weights(self, options: SenderOptions, *, version: int) -> WeightUpdate:
@@ -243,7 +246,7 @@ class TrainedModel(RankedModel):
     def _export(self, what: Exported, names: Iterable[str]) -> dict[str, Tensor]:
         """Whole tensors in the order of their names, from what the ranks have of them."""
         check_open(self._is_open)
-        found: list[list[Piece]] = self._ranks.call_all("export", self._name, what)
+        found: list[list[Piece]] = self._ranks.call_all("export", self._name, what, on_host=not self._ranks.is_inline)
         pieces = [piece for of_rank in found for piece in of_rank]
         weights: dict[str, Tensor] = {}
         for piece in pieces:
@@ -252,7 +255,7 @@ class TrainedModel(RankedModel):
                 weights[piece.name] = piece.tensor
                 continue
             if piece.name not in weights:
-                weights[piece.name] = torch.empty(piece.shape, dtype=piece.tensor.dtype)
+                weights[piece.name] = torch.empty(piece.shape, dtype=piece.tensor.dtype, device=piece.tensor.device)
             place = tuple(slice(o, o + s) for o, s in zip(piece.offsets, sizes, strict=True))
             weights[piece.name][place] = piece.tensor
         return {name: weights[name] for name in names}

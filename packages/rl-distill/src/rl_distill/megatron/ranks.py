@@ -74,6 +74,11 @@ class LearnerRanks:
             raise
 
     @property
+    def is_inline(self) -> bool:
+        """True where the one rank is in this process, so that what it gives needs no journey."""
+        return self._host is not None
+
+    @property
     def is_alive(self) -> bool:
         """False once they were ended, or one died."""
         return self._host is not None or (self._group is not None and self._group.is_alive)

@@ -70,7 +70,7 @@ class _ChunkedHead(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if needs_weight:
-                grad_weight = _added(grad_weight, grad.T, hidden[rows], dtype=exact)
+                grad_weight = added_product(grad_weight, grad.T, hidden[rows], dtype=exact)
         if grad_hidden is not None and work.divergence.part.num_ranks > 1:
             dist.all_reduce(grad_hidden, group=work.divergence.part.group)
         ctx.grads = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
@@ -105,8 +105,8 @@ def _common_factor(grad: Tensor) -> Tensor | None:
     return None if float(grad[0]) == 1.0 else grad[0]
 
 
-def _added(total: Tensor | None, left: Tensor, right: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """The total and a product, in the total's place."""
+def added_product(total: Tensor | None, left: Tensor, right: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """total + left @ right, in the total's place; None counts as 0, and becomes a total of the dtype."""
     if total is None:
         return torch.mm(left, right).to(dtype)
     return total.addmm_(left, right) if left.dtype == dtype else total.add_(left @ right)

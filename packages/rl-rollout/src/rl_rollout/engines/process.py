@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,12 +101,12 @@ class EngineCalls:
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`; the file's content travels where the engine cannot see the file."""
-        if update.is_sent:
+        if update.is_sent or update.shared is not None:
             return await self._take(replace(update, tensors=None), None)
         if update.file is None:
             raise EngineError(
                 "an engine in its own process takes weights from a file; found tensors of this process. Pack the "
-                "update with rl_core.weights.transports.SharedFileTransport."
+                "update with rl_core.weights.SharedFileTransport."
             )
         if not update.file.is_file():
             raise WeightsGoneError(
@@ -142,9 +142,9 @@ class EngineCalls:
         """See `RolloutEngine.reset_prefix_cache`."""
         await self._call("reset_prefix_cache")
 
-    async def sleep(self) -> None:
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
         """See `RolloutEngine.sleep`."""
-        await self._call("sleep")
+        await self._call("sleep", level)
 
     async def wake(self) -> None:
         """See `RolloutEngine.wake`."""
@@ -154,7 +154,8 @@ class EngineCalls:
 class ProcessEngine(EngineCalls):
     """A `RolloutEngine` whose model lives in a process of its own, which ends with this one.
 
-    Weights come as a file (`rl_core.weights.transports.SharedFileTransport`). A caller that is cancelled leaves its
+    Weights come as a file (`rl_core.weights.SharedFileTransport`), over the network, or in shared memory of a GPU
+    (`rl_core.weights.ipc.IpcTransport`). A caller that is cancelled leaves its
     request running in that process until it is done or aborted; one that streams cancels it. After a death its calls
     raise EngineDiedError; where the host allows restarts, later ones wait for the next process.
 
@@ -357,6 +358,11 @@ class HostedEngine:
             from safetensors.torch import load
 
             update = replace(update, file=None, tensors=load(content.tobytes()))
+        if update.shared is not None:
+            from rl_core.weights.ipc import opened
+
+            with opened(update) as tensors:
+                return await _or_end(self._engine.update_weights(replace(update, shared=None, tensors=tensors)))
         return await _or_end(self._engine.update_weights(update))
 
     async def close(self) -> None:

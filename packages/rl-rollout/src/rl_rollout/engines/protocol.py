@@ -254,8 +254,12 @@ class RolloutEngine(Protocol):
         """Forget what was computed of earlier prompts; running requests go on."""
         ...
 
-    async def sleep(self) -> None:
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Free the memory of weights and KV cache until `wake`; requests made meanwhile are refused.
+
+        Args:
+            level: 1 keeps the weights on the host; 2 drops them, and requests are refused until an update of all
+                weights has come after `wake`.
 
         Raises:
             EngineError: The platform cannot (see `EngineTraits.can_sleep`), or requests are running.
@@ -263,7 +267,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Take the memory again, with the weights of before. Does nothing when awake."""
+        """Take the memory again, with the weights of before where they were kept. Does nothing when awake."""
         ...
 
     async def close(self) -> None:

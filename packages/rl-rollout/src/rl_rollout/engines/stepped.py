@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import structlog
 
@@ -24,6 +24,7 @@ from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, NewTokens, Structure, TokenScores
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
 from rl_rollout.engines.response_text import Decode, ResponseText
+from rl_rollout.engines.rest import Rest
 from rl_rollout.engines.stepper import Sample, Stepper
 
 log = structlog.get_logger(__name__)
@@ -74,9 +75,8 @@ class SteppedEngine:
         self._told: set[_Job] = set()
         self._pump: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
-        self._is_closed = False
-        self._is_paused = False
-        self._is_asleep = False
+        self._is_closed = self._is_paused = False
+        self._rest = Rest()
 
     @property
     def traits(self) -> EngineTraits:
@@ -107,7 +107,7 @@ class SteppedEngine:
         return await self.gate.through(request, self._generate)
 
     async def _generate(self, request: GenerateRequest) -> list[Generation]:
-        stepper = self._awake()
+        stepper = self._able()
         check_request(request, stepper.traits)
         input_ids: list[int] = request.input_ids.tolist()
         samples = []
@@ -125,8 +125,7 @@ class SteppedEngine:
                 sample.text = ResponseText(await self._loaded_decoder(), input_ids, stop=sampling.stop)
             samples.append(sample)
         await self._run(samples, request.on_tokens)
-        failures = [sample.failure for sample in samples if sample.failure is not None]
-        if failures:
+        if failures := [sample.failure for sample in samples if sample.failure is not None]:
             raise EngineError(failures[0])
         return [sample.generation() for sample in samples]
 
@@ -149,7 +148,7 @@ class SteppedEngine:
     async def _scored(
         self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
     ) -> list[tuple[Sample, TokenScores]]:
-        traits = self._awake().traits
+        traits = self._able().traits
         check_top_k(top_k, traits)
         for sequence in sequences:
             check_sequence(sequence, traits)
@@ -167,9 +166,12 @@ class SteppedEngine:
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`."""
-        stepper = self._awake()
+        stepper = self._working()
+        self._rest.check(update)
         try:
-            return await self._call(stepper.update_weights, update)
+            receipt = await self._call(stepper.update_weights, update)
+            self._rest.lacks_weights = False
+            return receipt
         except EngineError:
             raise
         except Exception as error:
@@ -203,23 +205,23 @@ class SteppedEngine:
         """See `RolloutEngine.reset_prefix_cache`."""
         await self._call(self._working().reset_prefix_cache)
 
-    async def sleep(self) -> None:
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
         """See `RolloutEngine.sleep`."""
         stepper = self._working()
         if not stepper.traits.can_sleep:
             raise EngineError(f"{stepper.traits.name} has no memory that it could free; ask traits.can_sleep first.")
         if self._jobs:
             raise EngineError(f"{len(self._jobs)} samples are running; wait for them or abort them before sleep.")
-        if not self._is_asleep:
-            self._is_asleep = True
-            await self._call(stepper.sleep)
+        if not self._rest.is_asleep:
+            self._rest.begin(level)
+            await self._call(stepper.sleep, level)
 
     async def wake(self) -> None:
         """See `RolloutEngine.wake`."""
         stepper = self._working()
-        if self._is_asleep:
+        if self._rest.is_asleep:
             await self._call(stepper.wake)
-            self._is_asleep = False
+            self._rest.is_asleep = False
 
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
@@ -247,10 +249,9 @@ class SteppedEngine:
             raise _failed(self._failure) from self._failure
         return stepper
 
-    def _awake(self) -> Stepper:
+    def _able(self) -> Stepper:
         stepper = self._working()
-        if self._is_asleep:
-            raise EngineError("the engine sleeps; wake it before it is asked.")
+        self._rest.check()
         return stepper
 
     async def _prepare(self, stepper: Stepper, structure: Structure) -> None:

@@ -122,12 +122,12 @@ class Stepper(Protocol):
         """Forget what was computed of earlier prompts."""
         ...
 
-    def sleep(self) -> None:
-        """Free memory, while there are no samples; called only where traits.can_sleep."""
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """Free memory, while there are no samples; called only where traits.can_sleep. Level 2 drops the weights."""
         ...
 
     def wake(self) -> None:
-        """Take it again."""
+        """Take it again; after level 2 nothing is asked before an update of all weights."""
         ...
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:

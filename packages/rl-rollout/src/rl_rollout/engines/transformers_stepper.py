@@ -1,10 +1,10 @@
 """A Hugging Face causal model as a `Stepper`. Importing this imports torch and transformers."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -13,8 +13,7 @@ from transformers import __version__ as transformers_version
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from rl_core.errors import EngineError
-from rl_core.weights import WeightReceipt, WeightUpdate, probe_tensor, tensor_crc32c
-from rl_core.weights.rectangle_sums import whole_checksum
+from rl_core.weights import PassingChecksums, WeightReceipt, WeightUpdate
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer, max_positions
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure, TokenScores
@@ -22,7 +21,6 @@ from rl_rollout.engines.sampling import draw_tokens, processed_logprobs
 from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.weight_arrival import WeightArrival
 from rl_rollout.engines.weight_checks import (
-    Shapes,
     announced_tensors,
     base_tensors,
     check_adapter,
@@ -73,8 +71,9 @@ class TransformersStepper:
         self._seeds = np.random.default_rng(options.seed)
         self._waiting: list[Sample] = []
         self._batches: list[_Batch] = []
+        self._dropped: DroppedWeights | None = None
         self._adapter = None if adapter is None else adapter(self._model, options.lora_target_modules)
-        self._arrival = WeightArrival(torch.device(options.device))
+        self._arrival = WeightArrival(self._device)
         self._served = self._served_base = _Served(0)
         vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         self._traits = EngineTraits(
@@ -123,43 +122,46 @@ class TransformersStepper:
         live = self._base()
         shapes = {name: tuple(live[name].shape) for name in live if name not in update.tied}
         adapter: Mapping[str, torch.Tensor] = {}
-        if update.adapter is None:
-            arrived = self._replace(update, live, shapes)
-        else:
-            adapter = announced_tensors(update) if update.is_sent else update_tensors(update)
-            check_adapter(update, adapter, shapes, self._traits)
-            if update.is_sent:
-                adapter = dict(self._arrival.arriving(update))
-            arrived = {name: tensor_crc32c(tensor) for name, tensor in adapter.items()}
-        if self._adapter is not None:
-            self._adapter.replace(adapter)
-        self._served = _Served(update.version)
-        if update.adapter is None:
-            self._served_base = self._served
-        self._forget_old()
-        return self._receipt(arrived, adapter)
+        with PassingChecksums({name: digest.kind for name, digest in update.digests.items()}) as sums:
+            tensors = announced_tensors(update) if update.is_sent else update_tensors(update)
+            if update.adapter is None:
+                check_update(update, tensors, shapes)
+                for name, tensor in sums.passing(self._arriving(update, tensors)):
+                    live[name].copy_(tensor)
+            else:
+                check_adapter(update, tensors, shapes, self._traits)
+                adapter = dict(sums.passing(self._arriving(update, tensors)))
+            if self._adapter is not None:
+                self._adapter.replace(adapter)
+            self._served = _Served(update.version)
+            if update.adapter is None:
+                self._served_base = self._served
+            self._forget_old()
+            return self._receipt(sums, adapter)
 
-    def _replace(self, update: WeightUpdate, live: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[str, int]:
-        """Take all weights; gives the checksum of each tensor as it arrived."""
-        tensors = announced_tensors(update) if update.is_sent else update_tensors(update)
-        check_update(update, tensors, shapes)
-        arrived: dict[str, int] = {}
-        for name, tensor in self._arrival.arriving(update) if update.is_sent else tensors.items():
-            live[name].copy_(tensor)
-            arrived[name] = tensor_crc32c(tensor) if not update.sources else whole_checksum(tensor)
-        return arrived
+    def _arriving(
+        self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        return self._arrival.arriving(update) if update.is_sent else tensors.items()
 
     def reset_prefix_cache(self) -> None:
         """See `Stepper.reset_prefix_cache`; nothing is kept from one batch to the next."""
 
-    def sleep(self) -> None:
-        """See `Stepper.sleep`: the weights go to the host."""
-        self._model.to("cpu")
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """See `Stepper.sleep`: the weights go to the host, or nowhere; buffers stay where they are at level 2."""
+        if level == 1:
+            self._model.to("cpu")
+        else:
+            self._dropped = DroppedWeights(self._model)
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """See `Stepper.wake`."""
-        self._model.to(self._device)
+        """See `Stepper.wake`: what was dropped is NaN until an update brings it."""
+        if self._dropped is not None:
+            self._dropped.restore()
+            self._dropped = None
+        else:
+            self._model.to(self._device)
 
     def prepare(self, structure: Structure) -> None:
         """See `Stepper.prepare`; its traits have none."""
@@ -186,8 +188,8 @@ class TransformersStepper:
                 for sample in batch.samples:
                     sample.num_preempted += 1
 
-    def _receipt(self, arrived: Mapping[str, int], adapted: Mapping[str, torch.Tensor]) -> WeightReceipt:
-        live = {name: probe_tensor(tensor) for name, tensor in self._base().items()}
+    def _receipt(self, sums: PassingChecksums, adapted: Mapping[str, torch.Tensor]) -> WeightReceipt:
+        arrived, live = sums.with_probes(self._base())
         problems = [
             f"{len(batch.samples)} samples go on with what version {batch.served.version} computed of them."
             for batch in self._batches
@@ -233,6 +235,21 @@ class TransformersStepper:
                 sample.finish_reason = "stop"
             elif len(sample.token_ids) == sampling.max_tokens:
                 sample.finish_reason = "length"
+
+
+class DroppedWeights:
+    """A model's parameters without their memory; ties stay."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Free it."""
+        self._parameters = [(parameter, parameter.shape) for parameter in model.parameters()]
+        for parameter, _ in self._parameters:
+            parameter.data = parameter.new_empty(0)
+
+    def restore(self) -> None:
+        """Take the memory again, filled with NaN: what no update brings does not pass for weights."""
+        for parameter, shape in self._parameters:
+            parameter.data = parameter.new_full(shape, torch.nan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,6 +17,7 @@ from torch import Tensor
 from rl_core.errors import ShapeError
 from rl_distill.megatron.attention.buckets import PACKED_FORMAT, HeadIndex, PackedLayout, causal_mask
 from rl_distill.megatron.attention.prefixes import prefix_attention
+from rl_distill.megatron.attention.rotary import rotated
 from rl_distill.megatron.attention.varlen import varlen_attention
 from rl_distill.megatron.context import heads_to_tokens, tokens_to_heads
 
@@ -27,28 +28,6 @@ Buckets = tuple[tuple[int, int], ...]
 """(trajectories, length) of each bucket."""
 
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]
-
-
-class _Rotary(torch.autograd.Function):
-    """Rotate the first channels of [T, 1, heads, head_dim] by cos and sin; the gradient is the rotation back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, sign=1.0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, sin, sign=-1.0), None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
-    size, half = cos.shape[-1], sin.shape[-1]
-    out = x * cos if size == x.shape[-1] else torch.cat((x[..., :size] * cos, x[..., size:]), dim=-1)
-    out[..., :half].addcmul_(x[..., half:size], sin, value=-sign)
-    out[..., half:size].addcmul_(x[..., :half], sin, value=sign)
-    return out
 
 
 class _Reorder(torch.autograd.Function):
@@ -209,7 +188,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             raise ShapeError("PackedAttention needs a PackedLayout as packed_seq_params; make it with packed_layout.")
         cos, sin = layout.cos.to(query.dtype), layout.sin.to(query.dtype)
         num_heads = query.shape[2]
-        q, k = (_Rotary.apply(x, cos, sin).squeeze(1) for x in (query, key))  # type: ignore[no-untyped-call]
+        q, k = (rotated(x, cos, sin, is_fused=self.config.kernels.is_fused).squeeze(1) for x in (query, key))
         qkv = [self._for_own_heads(x, num_heads) for x in (q, k, value.squeeze(1))]
         if layout.blocks:
             out = varlen_attention(qkv, layout.blocks, scale=self.scale)

@@ -1,11 +1,13 @@
-"""Frequencies of the rotary embedding, as transformers computes them."""
+"""The rotary embedding: its frequencies, as transformers computes them, and the rotation."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_distill.architecture.policy_config import Llama3RopeScaling, PolicyConfig
+from rl_distill.megatron.compiled import compiled
 
 
 def rotary_frequencies(config: PolicyConfig) -> Tensor:
@@ -39,3 +41,42 @@ def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
     share = (length / wavelengths - low) / (high - low)
     mixed = (1 - share) * stretched / scaling.factor + share * stretched
     return torch.where(~is_short & ~is_long, mixed, stretched)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, is_fused: bool) -> Tensor:
+    """Heads, each turned by the angles of its position.
+
+    Args:
+        x: [T, 1, heads, head_dim]; channels beyond those of the tables stay.
+        cos: [T, 1, 1, rotated channels].
+        sin: [T, 1, 1, rotated channels / 2].
+        is_fused: In one pass, where it can be compiled.
+    """
+    return _Rotary.apply(x, cos, sin, is_fused)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Rotary(torch.autograd.Function):
+    """The gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_fused: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.is_fused = is_fused
+        return _rotate_by(x.detach(), cos, sin, is_fused=is_fused)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate_by(grads[0], cos, -sin, is_fused=ctx.is_fused), None, None, None
+
+
+def _rotate_by(x: Tensor, cos: Tensor, sin: Tensor, *, is_fused: bool) -> Tensor:
+    return (compiled(_rotate, x.device.type) if is_fused else _rotate)(x, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    size, half = cos.shape[-1], sin.shape[-1]
+    out = x * cos if size == x.shape[-1] else torch.cat((x[..., :size] * cos, x[..., size:]), dim=-1)
+    out[..., :half].addcmul_(x[..., half:size], sin, value=-1.0)
+    out[..., half:size].addcmul_(x[..., :half], sin)
+    return out

@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from operator import methodcaller
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import structlog
@@ -66,7 +66,7 @@ class ReplicatedEngine:
         self._publishing = Turn()
         self._bringing: list[asyncio.Future[PublishReport | None]] = []
         self._is_paused = False
-        self._is_asleep = False
+        self._sleep_level: Literal[0, 1, 2] = 0
         for engine in replicas:
             self._enter(engine, is_joining=False)
 
@@ -293,15 +293,15 @@ class ReplicatedEngine:
         self._replicas.forget_prefixes()
         await self._on_all(lambda engine: engine.reset_prefix_cache())
 
-    async def sleep(self) -> None:
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
         """See `RolloutEngine.sleep`."""
-        await self._on_all(lambda engine: engine.sleep())
-        self._is_asleep = True
+        await self._on_all(lambda engine: engine.sleep(level))
+        self._sleep_level = level
 
     async def wake(self) -> None:
         """See `RolloutEngine.wake`."""
         await self._on_all(lambda engine: engine.wake())
-        self._is_asleep = False
+        self._sleep_level = 0
 
     async def close(self) -> None:
         """See `RolloutEngine.close`; the first error is raised when all are closed."""
@@ -374,14 +374,14 @@ class ReplicatedEngine:
 
     async def _follow(self, engine: RolloutEngine | EngineCalls) -> None:
         """Let an engine that was just started pause and sleep as the others do."""
-        is_paused = is_asleep = False
-        while (is_paused, is_asleep) != (self._is_paused, self._is_asleep):
+        is_paused, level = False, 0
+        while (is_paused, level) != (self._is_paused, self._sleep_level):
             if is_paused != self._is_paused:
                 is_paused = self._is_paused
                 await (engine.pause() if is_paused else engine.resume())
-            if is_asleep != self._is_asleep:
-                is_asleep = self._is_asleep
-                await (engine.sleep() if is_asleep else engine.wake())
+            if level != self._sleep_level:
+                level = self._sleep_level
+                await (engine.sleep(level) if level else engine.wake())
 
     def _reviver(self, replica: Replica) -> Callable[[EngineCalls], Awaitable[None]]:
         async def revive(calls: EngineCalls) -> None:

@@ -17,7 +17,7 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.model_executor.layers.linear import RowParallelLinear
 
 from rl_core.errors import EngineError
-from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, probe_vector, tensor_crc32c
+from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, probe_vector, tensor_checksum
 from rl_rollout.engines.vllm.live_weights import LivePart, LiveParts, input_range, num_copies, num_parts, part_index
 from rl_rollout.engines.vllm.mixtures import loader_names
 from rl_rollout.engines.weight_checks import module_of
@@ -90,9 +90,9 @@ class AdapterSlot:
         self._parts = dict(_adapted_parts(self._manager))
         self._version: int | None = None
         self._rank = 0
-        self._sums: dict[str, int] = {}
+        self._sums: dict[str, str] = {}
 
-    def replace(self, tensors: Mapping[str, torch.Tensor], version: int) -> dict[str, int]:
+    def replace(self, tensors: Mapping[str, torch.Tensor], version: int) -> dict[str, str]:
         """Serve this adapter in place of the last.
 
         Args:
@@ -100,16 +100,16 @@ class AdapterSlot:
             version: Of the policy.
 
         Returns:
-            crc32c of each tensor as it arrived.
+            Checksum of each tensor as it arrived.
         """
-        sums: dict[str, int] = {}
+        sums: dict[str, str] = {}
         loras: dict[str, LoRALayerWeights] = {}
         rank, dtype = 0, self._manager.lora_config.lora_dtype
         for module in dict.fromkeys(map(module_of, tensors)):
             name, key = self._name(module), f"{PEFT_PREFIX}{module}"
             a, b = (tensors[key + end].detach().to("cpu", dtype, copy=True) for end in (LORA_A, LORA_B))
             rank, part = len(a), self._parts[name]
-            sums[key + LORA_A], sums[key + LORA_B] = tensor_crc32c(a[:, part.columns]), tensor_crc32c(b[part.rows])
+            sums[key + LORA_A], sums[key + LORA_B] = tensor_checksum(a[:, part.columns]), tensor_checksum(b[part.rows])
             loras[name] = LoRALayerWeights(name, rank, rank, a, b)
         self.drop()
         manager = self._manager
@@ -120,7 +120,7 @@ class AdapterSlot:
         is_whole = all(layer.tp_size == 1 for layer in manager.modules.values())
         if is_whole and all(tensor.dtype == dtype for tensor in tensors.values()):
             return sums
-        return {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
+        return {name: tensor_checksum(tensor, "crc32c") for name, tensor in tensors.items()}
 
     def drop(self) -> None:
         """Serve none; whatever else the slots held goes too."""
@@ -142,7 +142,7 @@ class AdapterSlot:
             part, key = self._parts[self._name(module)], f"{PEFT_PREFIX}{module}"
             a, b = part.read(self._rank)
             for name, held, probe in ((key + LORA_A, a, part.probe_a), (key + LORA_B, b, part.probe_b)):
-                if tensor_crc32c(held) == self._sums[name]:
+                if tensor_checksum(held, "crc32c") == self._sums[name]:
                     parts[name] = [probe(held)]
                 else:
                     unlike = np.full(self._rank, np.nan, np.float32)

@@ -18,9 +18,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rl_core.weights import tensor_crc32c
+from rl_core.weights import PassingChecksums
 from rl_core.weights.broadcast import JoinedSource, ReceivePlan, SourceGroups
-from rl_core.weights.rectangle_sums import whole_checksum
 from rl_rollout.engines.vllm.mixtures import before_reload, noted
 
 BACKEND = "rl-buckets"
@@ -63,7 +62,7 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
         """As vLLM makes it."""
         super().__init__(*args)
         self._groups: SourceGroups | None = None
-        self.arrived: dict[str, int] = {}
+        self.arrived: dict[str, str] = {}
         self.joined: list[JoinedSource] = []
 
     def init_transfer_engine(self, init_info: JoinRequest) -> None:
@@ -103,13 +102,14 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
         if self._groups is None:
             raise RuntimeError("the worker has not met the sender of weights; init_transfer_engine comes first.")
         self.arrived, plan = {}, request.plan
-        for name, tensor in self._groups.receive(plan):
-            self.arrived[name] = whole_checksum(tensor) if len(plan.rectangles) > 1 else tensor_crc32c(tensor)
-            if name not in plan.tied:
-                yield name, tensor
+        with PassingChecksums(plan.kinds) as sums:
+            for name, tensor in sums.passing(self._groups.receive(plan)):
+                if name not in plan.tied:
+                    yield name, tensor
+            self.arrived = sums.result()
 
 
-def receive_all(worker: Any, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, int]:
+def receive_all(worker: Any, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, str]:
     """Take one update of all weights by vLLM's calls; see `_receiver`.
 
     Returns:

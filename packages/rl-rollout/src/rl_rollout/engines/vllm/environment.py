@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,3 +65,20 @@ def unchanged_process(num_threads: int) -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
+
+
+@contextmanager
+def kept_process_group(*, is_kept: bool) -> Iterator[None]:
+    """Keep the default process group, where it is the learner's: vLLM's shutdown destroys it."""
+    destroy = torch.distributed.destroy_process_group
+
+    def destroy_others(group: Any = None) -> None:
+        if group is not None:
+            destroy(group)
+
+    if is_kept:
+        torch.distributed.destroy_process_group = destroy_others
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group = destroy

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from rl_core.data import FloatArray
-from rl_core.weights import tensor_crc32c
+from rl_core.weights import tensor_checksum
 
 NUM_DENSE = 4
 """Inputs that reach every element of down."""
@@ -117,9 +117,9 @@ class AskedExpert:
         """Know nothing."""
         self.probes: dict[str, FloatArray] = {}
         self._parts: dict[str, torch.Tensor] = {}
-        self._sums: dict[str, int] = {}
+        self._sums: dict[str, str] = {}
         self._expected: ExpectedAnswers | None = None
-        self._proven: dict[str, tuple[int, int]] = {}
+        self._proven: dict[str, tuple[str, str]] = {}
 
     def arrive(self, projection: str, part: torch.Tensor, probe: FloatArray, order: Sequence[str]) -> None:
         """Take one of its tensors; kept until the others are there.
@@ -130,12 +130,12 @@ class AskedExpert:
             probe: This rank's rows of its probe.
             order: Names of gate, up and down.
         """
-        self.probes[projection], self._sums[projection] = probe, tensor_crc32c(part)
+        self.probes[projection], self._sums[projection] = probe, tensor_checksum(part)
         self._parts[projection] = part
         if len(self._parts) == len(order):
             self._expected = expected_answers(*(self._parts.pop(name) for name in order))
 
-    def wrong(self, ask: Ask, held: Mapping[str, int]) -> set[str]:
+    def wrong(self, ask: Ask, held: Mapping[str, str]) -> set[str]:
         """Names of its tensors that the live expert does not serve; all, where it says something else than it must.
 
         A matrix whose bits are those of the last proof, while another tensor has arrived, is stale, however little the

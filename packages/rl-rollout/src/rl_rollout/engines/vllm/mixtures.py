@@ -24,15 +24,15 @@ from vllm.platforms import current_platform
 
 from rl_core.data import FloatArray
 from rl_core.errors import EngineError
-from rl_core.weights import probe_vector, tensor_crc32c
+from rl_core.weights import probe_vector, tensor_checksum
 from rl_rollout.engines.vllm.expert_probes import AskedExpert, ask_of, why_not_asked
 
 LIBC = CDLL(None)
 READABLE = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON)
 """Kernels whose layout is known: Triton takes experts as they were loaded."""
 
-_sums: "WeakKeyDictionary[torch.nn.Module, dict[tuple[int, str] | None, int]]" = WeakKeyDictionary()
-"""Of each layer the crc32c of what it must hold after the last update, by expert and projection; None for its bias."""
+_sums: "WeakKeyDictionary[torch.nn.Module, dict[tuple[int, str] | None, str]]" = WeakKeyDictionary()
+"""Checksum of what each layer must hold after the last update, by expert and projection; None is its bias."""
 
 _asked: "WeakKeyDictionary[torch.nn.Module, dict[int, AskedExpert]]" = WeakKeyDictionary()
 """Of each layer that cannot be read the experts that the last update brought."""
@@ -80,11 +80,10 @@ class ExpertPart:
 
     def expect(self, tensor: torch.Tensor) -> None:
         """Note what must be served later, when a whole tensor arrives."""
-        part = self.of(tensor)
+        part = self.of(tensor).to(current_platform.device_type)  # while it is loaded, a layer is on none
         if _is_readable(self.layer):
-            _sums.setdefault(self.layer, {})[self.expert, self.projection] = tensor_crc32c(part)
+            _sums.setdefault(self.layer, {})[self.expert, self.projection] = tensor_checksum(part)
             return
-        part = part.to(current_platform.device_type)  # while it is loaded, a layer is on none
         expert = _asked.setdefault(self.layer, {}).setdefault(self.expert, AskedExpert())
         expert.arrive(self.projection, part, self._probe(part), _projections(self.layer))
 
@@ -127,7 +126,7 @@ class BiasPart:
 
     def expect(self, tensor: torch.Tensor) -> None:
         """Note what must be read later, when a tensor arrives."""
-        _sums.setdefault(self.layer, {})[None] = tensor_crc32c(tensor.float())
+        _sums.setdefault(self.layer, {})[None] = tensor_checksum(tensor.float().to(current_platform.device_type))
 
     def is_expected(self, found: torch.Tensor) -> bool:
         """Whether what was read is what arrived, bit for bit."""
@@ -168,8 +167,8 @@ def served_experts(path: str, layer: RoutedExperts) -> Iterator[tuple[str, Exper
             continue
         expert = _asked.get(layer, {}).get(part.expert, AskedExpert())
         if part.projection == first:  # one answer for the three of them
-            held = dict.fromkeys(_projections(layer), tensor_crc32c(layer.w13_weight[part.expert]))
-            held[down] = tensor_crc32c(layer.w2_weight[part.expert])
+            held = dict.fromkeys(_projections(layer), tensor_checksum(layer.w13_weight[part.expert]))
+            held[down] = tensor_checksum(layer.w2_weight[part.expert])
             wrong = expert.wrong(ask_of(layer, part.expert), held)
         yield name, part, part.unlike() if part.projection in wrong else expert.probes[part.projection]
 
@@ -226,8 +225,8 @@ def loader_names(model: torch.nn.Module) -> Callable[[str], str]:
 
 
 def _is_expected(layer: Any, key: tuple[int, str] | None, found: torch.Tensor) -> bool:
-    crc32c = tensor_crc32c(found)
-    return _sums.setdefault(layer, {}).setdefault(key, crc32c) == crc32c
+    checksum = tensor_checksum(found)
+    return _sums.setdefault(layer, {}).setdefault(key, checksum) == checksum
 
 
 def _is_readable(layer: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,11 +29,11 @@ from rl_rollout.engines.protocol import EngineTraits, Structure, TokenScores
 from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.vllm.adapters import PublishedAdapter
 from rl_rollout.engines.vllm.engine_arguments import engine_arguments
-from rl_rollout.engines.vllm.environment import unchanged_process
+from rl_rollout.engines.vllm.environment import kept_process_group, unchanged_process
 from rl_rollout.engines.vllm.expert_capture import WITH_EXPERTS, ExpertRows
 from rl_rollout.engines.vllm.live_weights import join_parts
 from rl_rollout.engines.vllm.structures import STRUCTURES, StructuredOutputs, constrain, failure_of
-from rl_rollout.engines.vllm.update import expected_probes, join_arrived, update_shapes, workers_source
+from rl_rollout.engines.vllm.update import expected_probes, join_arrived, replacement, update_shapes, workers_source
 from rl_rollout.engines.vllm.worker_processes import WorkerWatch, unlink_queues, worker_environment
 from rl_rollout.engines.weight_checks import check_adapter, check_update, tensor_shapes
 
@@ -159,16 +159,21 @@ class VLLMStepper:
             version=update.version,
             arrived=join_arrived(ranks, update),
             live=join_parts(parts, expected_probes(update)),
-            problems=tuple(self._adapter.problems(running)),
+            problems=(*self._adapter.problems(running), *self._changed_buffers()),
         )
 
-    def _replace_weights(self, update: WeightUpdate) -> list[dict[str, int]]:
+    def _changed_buffers(self) -> list[str]:
+        """What a sleep has changed and no update brings."""
+        ranks: list[list[str]] = self._core.collective_rpc("changed_buffers")
+        return [problem for rank in ranks for problem in rank]
+
+    def _replace_weights(self, update: WeightUpdate) -> list[dict[str, str]]:
         """What arrived at each rank."""
-        what, detail = ("adapter", update.version) if update.adapter is not None else ("all_weights", list(update.tied))
-        arrived: list[dict[str, int]]
+        what, details = replacement(update)
+        arrived: list[dict[str, str]]
         if not update.is_sent:
             with workers_source(update, is_shared=self._num_ranks > 1) as source:
-                arrived = self._core.collective_rpc(f"replace_{what}", args=(source, detail))
+                arrived = self._core.collective_rpc(f"replace_{what}", args=(source, *details))
             return arrived
         try:
             joined = self._sources.announce(update)
@@ -181,10 +186,11 @@ class VLLMStepper:
         """See `Stepper.reset_prefix_cache`; running requests compute theirs again."""
         self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
-    def sleep(self) -> None:
-        """See `Stepper.sleep`: weights go to the host, the KV cache goes."""
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """See `Stepper.sleep`: weights go to the host, or are dropped; the KV cache goes."""
         self.reset_prefix_cache()
-        self._core.model_executor.sleep(1)
+        self._core.collective_rpc("note_buffers")
+        self._core.model_executor.sleep(level)
 
     def wake(self) -> None:
         """See `Stepper.wake`."""
@@ -198,7 +204,7 @@ class VLLMStepper:
         """See `Stepper.close`."""
         self._watch.stop()
         self._sources.close()
-        with _kept_process_group(is_kept=not self._owns_process_group):
+        with kept_process_group(is_kept=not self._owns_process_group):
             self._client.shutdown()
         _engines_in_process.discard(id(self))
         self._running.clear()
@@ -247,7 +253,7 @@ class VLLMStepper:
         try:
             yield
         except Exception:
-            with _kept_process_group(is_kept=not self._owns_process_group):
+            with kept_process_group(is_kept=not self._owns_process_group):
                 cleanup_dist_env_and_memory()
             raise
 
@@ -373,20 +379,3 @@ def _scores(output: EngineCoreOutput, top_k: int) -> TokenScores:
     if found is None:  # a sequence of one token
         found = LogprobsTensors.empty_cpu(0, top_k + 1)
     return TokenScores.after_first(found.logprob_token_ids.numpy(), found.logprobs.numpy())
-
-
-@contextmanager
-def _kept_process_group(*, is_kept: bool) -> Iterator[None]:
-    """Keep the default process group, where it is the learner's: vLLM's shutdown destroys it."""
-    destroy = torch.distributed.destroy_process_group
-
-    def destroy_others(group: Any = None) -> None:
-        if group is not None:
-            destroy(group)
-
-    if is_kept:
-        torch.distributed.destroy_process_group = destroy_others
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group = destroy

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -64,9 +65,16 @@ def expected_probes(update: WeightUpdate) -> dict[str, FloatArray]:
     return probes | tied
 
 
-def join_arrived(ranks: Sequence[Mapping[str, int]], update: WeightUpdate) -> dict[str, int]:
+def replacement(update: WeightUpdate) -> tuple[str, tuple[Any, ...]]:
+    """What workers replace, and what they are told beside its tensors."""
+    if update.adapter is not None:
+        return "adapter", (update.version,)
+    return "all_weights", (list(update.tied), {name: digest.kind for name, digest in update.digests.items()})
+
+
+def join_arrived(ranks: Sequence[Mapping[str, str]], update: WeightUpdate) -> dict[str, str]:
     """Checksums of the tensors as they arrived; where ranks differ, one that is not what was sent."""
-    sent = {name: digest.crc32c for name, digest in update.digests.items()}
+    sent = {name: digest.checksum for name, digest in update.digests.items()}
     return {
         name: next((rank[name] for rank in ranks if rank[name] != sent.get(name)), first)
         for name, first in ranks[0].items()

@@ -4,9 +4,9 @@ With tensor parallel each rank is a process of its own, to which no tensor is pa
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from rl_core.data import ExpertArray
-from rl_core.weights import tensor_crc32c
+from rl_core.weights import ChecksumKind, PassingChecksums, digest_tensors
 from rl_core.weights.broadcast import JoinedSource, ReceivePlan
 from rl_rollout.engines.vllm.adapter_products import multiply_at_once
 from rl_rollout.engines.vllm.adapter_slot import AdapterSlot
@@ -43,31 +43,34 @@ class WorkerExtension:
     rank: int
     _expert_store: ExpertStore
     _adapter_slot: AdapterSlot | None = None
+    _noted_buffers: Mapping[str, str] = MappingProxyType({})
 
     @torch.inference_mode()
-    def replace_all_weights(self, source: Mapping[str, torch.Tensor] | Path, tied: Iterable[str]) -> dict[str, int]:
+    def replace_all_weights(
+        self, source: Mapping[str, torch.Tensor] | Path, tied: Iterable[str], kinds: Mapping[str, ChecksumKind]
+    ) -> dict[str, str]:
         """Load every tensor of the model, by Hugging Face name.
 
         Args:
             source: The tensors, or a safetensors file that holds them.
             tied: Names among them that the model serves from another tensor.
+            kinds: What checksum to compute of each.
 
         Returns:
-            crc32c of each tensor as this rank got it.
+            Checksum of each tensor as this rank got it.
         """
         model = self.model_runner.get_model()
-        sums: dict[str, Future[int]] = {}
-        with _opened(source) as tensors, ThreadPoolExecutor(1, "checksums of weights") as thread:
+        with _opened(source) as tensors, PassingChecksums(kinds) as sums:
             before_reload(model)
             initialize_layerwise_reload(model)
-            model.load_weights(noted(model, _arriving(tensors, set(tied), thread, sums)))
+            model.load_weights(noted(model, _untied(sums.passing(tensors), set(tied))))
             finalize_layerwise_reload(model, self.model_runner.model_config)
             repack_output_head(model)
             self._drop_adapter()
-            return {name: checksum.result() for name, checksum in sums.items()}
+            return sums.result()
 
     @torch.inference_mode()
-    def receive_all_weights(self, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, int]:
+    def receive_all_weights(self, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, str]:
         """As `replace_all_weights`, of tensors that come over the network; see `receive_all`."""
         arrived = receive_all(self, sources, plan)
         repack_output_head(self.model_runner.get_model())
@@ -82,13 +85,13 @@ class WorkerExtension:
         return self._adapter_slot.served(modules)
 
     @torch.inference_mode()
-    def replace_adapter(self, source: Mapping[str, torch.Tensor] | Path, version: int) -> dict[str, int]:
+    def replace_adapter(self, source: Mapping[str, torch.Tensor] | Path, version: int) -> dict[str, str]:
         """As `replace_all_weights`, of an adapter beside weights that stay; see `AdapterSlot.replace`."""
         with _opened(source) as tensors:
             return self._slot.replace(dict(tensors), version)
 
     @torch.inference_mode()
-    def receive_adapter(self, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, int]:
+    def receive_adapter(self, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, str]:
         """As `replace_adapter`, of tensors that come over the network."""
         return self._slot.replace(receive_tensors(self, sources, plan), plan.version)
 
@@ -126,6 +129,27 @@ class WorkerExtension:
         found = {name: live.get(vllm_name(name)) for name in names}
         adapter = {} if self._adapter_slot is None else self._adapter_slot.live_parts()
         return {name: parts for name, parts in found.items() if parts is not None} | adapter
+
+    @torch.inference_mode()
+    def note_buffers(self) -> None:
+        """Note what a sleep must not change: buffers, which no update brings."""
+        self._noted_buffers = self._buffer_checksums()
+
+    @torch.inference_mode()
+    def changed_buffers(self) -> list[str]:
+        """What is another buffer since it was noted."""
+        noted, self._noted_buffers = self._noted_buffers, {}
+        found = self._buffer_checksums() if noted else {}
+        return [
+            f"buffer {name!r} is not what it was before the engine slept, and no update brings it. Let it sleep at "
+            "level 1."
+            for name in noted
+            if found.get(name) != noted[name]
+        ]
+
+    def _buffer_checksums(self) -> dict[str, str]:
+        buffers = dict(self.model_runner.get_model().named_buffers())
+        return {name: digest.checksum for name, digest in digest_tensors(buffers, kind="sums").items()}
 
     def unlink_shared(self) -> None:
         """Let nothing stay in shared memory or the temporary folder when this process is killed."""
@@ -194,17 +218,9 @@ def _opened(source: Mapping[str, torch.Tensor] | Path) -> Iterator[Iterable[tupl
         yield ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
 
 
-def _arriving(
-    tensors: Iterable[tuple[str, torch.Tensor]], tied: Collection[str], thread: Executor, sums: dict[str, Future[int]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Have each tensor summed up as it passes, and drop those that the model serves from another."""
-    last: Future[int] | None = None
-    for name, tensor in tensors:
-        if last is not None:
-            last.result()  # no more than one tensor is kept for its checksum
-        last = sums[name] = thread.submit(tensor_crc32c, tensor)
-        if name not in tied:
-            yield name, tensor
+def _untied(tensors: Iterable[tuple[str, torch.Tensor]], tied: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Drop tensors that the model serves from another."""
+    return ((name, tensor) for name, tensor in tensors if name not in tied)
 
 
 def repack_output_head(model: torch.nn.Module) -> None:

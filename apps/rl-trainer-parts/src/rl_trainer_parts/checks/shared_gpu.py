@@ -1,0 +1,33 @@
+"""What keeps engine and learner from sharing a GPU as the settings say."""
+
+from collections.abc import Iterator
+
+from rl_trainer_parts.settings.schema import Settings
+
+
+def shared_gpu_problems(settings: Settings) -> Iterator[str]:
+    """Problems of `weights.transport = "ipc"` and of `rollout.sleep_keeps_weights`."""
+    if settings.weights.transport == "ipc":
+        yield from _shared_memory(settings)
+    if not settings.rollout.sleep_keeps_weights and settings.lora.rank and settings.lora.serving == "adapter":
+        yield (
+            "rollout.sleep_keeps_weights = false drops the engine's weights, and an update of an adapter brings none "
+            'of those under it. Set it to true, or lora.serving to "merged".'
+        )
+
+
+def _shared_memory(settings: Settings) -> Iterator[str]:
+    wanted = 'weights.transport = "ipc" is for one engine in a process of its own and a learner of one rank, on one GPU'
+    other = 'or take weights.transport = "file"'
+    if settings.rollout.placement != "process" or settings.replicas.count > 1:
+        yield (
+            f'{wanted}: set rollout.placement to "process" and replicas.count to 1, {other}; found '
+            f"{settings.rollout.placement!r} and {settings.replicas.count}."
+        )
+    if settings.engine.tensor_parallel_size > 1:
+        yield f"{wanted}: set engine.tensor_parallel_size to 1, {other}; found {settings.engine.tensor_parallel_size}."
+    if settings.parallel.ranks > 1 or settings.cluster.kind != "inline":
+        yield (
+            f'{wanted}: set cluster.kind to "inline" and parallel.ranks to 1, {other}; found {settings.cluster.kind!r} '
+            f"and {settings.parallel.ranks}."
+        )

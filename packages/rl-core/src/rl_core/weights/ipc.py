@@ -1,0 +1,321 @@
+"""Weights to an engine in another process on the same GPU, which opens the sender's memory: nothing passes the host.
+
+The tensors are copied side by side into buckets, so that the learner can step on, and one handle covers many. Handles
+are those of `torch.multiprocessing.reductions`, but travel as plain values: nobody unpickles what a stranger sent.
+"""
+
+import math
+import secrets
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from rl_core.errors import EngineError, NotReadyError, SettingsError, TransferError, WeightsGoneError
+from rl_core.files import locked_folder, require_plain
+from rl_core.weights.digests import TensorDigest, digest_tensors, to_host
+from rl_core.weights.transports import FOLDER_PREFIX, SHARED_MEMORY
+from rl_core.weights.update import AdapterUpdate, SharedBucket, SharedBuckets, WeightUpdate
+
+__all__ = ["HostMemory", "IpcTransport", "opened"]
+
+DEFAULT_BUCKET_BYTES = 256 * 2**20
+ALIGNMENT = 256
+"""Bytes at whose multiples tensors begin; the first of a bucket are its stamp."""
+CPU = "cpu"
+
+
+class Place(NamedTuple):
+    """Where a tensor lies.
+
+    Attributes:
+        name: Of the tensor.
+        bucket: Which one.
+        start: Byte at which it begins.
+    """
+
+    name: str
+    bucket: int
+    start: int
+
+
+class BucketMemory(Protocol):
+    """Memory that another process can open."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        ...
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """[size_bytes] uint8."""
+        ...
+
+    def share(self, bucket: torch.Tensor) -> SharedBucket:
+        """How another process opens a bucket that was allocated here, and is full."""
+        ...
+
+    def close(self) -> None:
+        """Leave nothing behind. Can be called twice."""
+        ...
+
+
+class CudaMemory:
+    """Memory of the current GPU."""
+
+    def __init__(self) -> None:
+        """Find it.
+
+        Raises:
+            SettingsError: torch sees no GPU.
+        """
+        if not torch.cuda.is_available():
+            raise SettingsError(
+                "weights in shared memory of a GPU need a GPU that learner and engine share; torch sees none here. "
+                'Take weights.transport = "file".'
+            )
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """See `BucketMemory.allocate`."""
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+    def share(self, bucket: torch.Tensor) -> SharedBucket:
+        """See `BucketMemory.share`.
+
+        torch would keep the memory until a receiver has closed it, which one that died never does: the sender alone
+        decides how long it lives.
+        """
+        storage: Any = bucket.untyped_storage()
+        _, handle, size, offset, counter, counter_offset, event, waits = storage._share_cuda_()
+        storage._release_ipc_counter(counter, counter_offset, device=self.device)
+        return SharedBucket(
+            handle=handle.hex(),
+            size_bytes=size,
+            offset_bytes=offset,
+            counter=counter.hex(),
+            counter_offset=counter_offset,
+            event=event.hex(),
+            waits=waits,
+        )
+
+    def close(self) -> None:
+        """See `BucketMemory.close`: torch takes back what nobody holds."""
+
+
+class HostMemory:
+    """The same on a CPU, in files that processes of this machine map: for tests, and where there is no GPU to try."""
+
+    device = torch.device(CPU)
+
+    def __init__(self) -> None:
+        """Make a private folder in shared memory."""
+        stack = ExitStack()
+        self._folder = stack.enter_context(locked_folder(SHARED_MEMORY, FOLDER_PREFIX, mode=0o700))
+        self._files: dict[int, Path] = {}
+        self._close = weakref.finalize(self, stack.close)
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """See `BucketMemory.allocate`."""
+        file = self._folder / secrets.token_hex(8)
+        bucket = torch.from_file(str(file), shared=True, size=size_bytes, dtype=torch.uint8)
+        self._files[bucket.data_ptr()] = file
+        weakref.finalize(bucket, file.unlink, missing_ok=True)
+        return bucket
+
+    def share(self, bucket: torch.Tensor) -> SharedBucket:
+        """See `BucketMemory.share`."""
+        return SharedBucket(handle=str(self._files[bucket.data_ptr()]), size_bytes=len(bucket))
+
+    def close(self) -> None:
+        """See `BucketMemory.close`."""
+        self._close()
+
+
+class IpcTransport:
+    """Copies tensors into buckets that one engine opens."""
+
+    def __init__(
+        self,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        keeps: bool = True,
+        memory: BucketMemory | None = None,
+    ) -> None:
+        """Choose the memory; none is taken yet.
+
+        Args:
+            bucket_bytes: Most bytes of a bucket that holds several tensors; a larger tensor has one of its own.
+            keeps: Keep an update until the next one, for an engine that is started again; else `release` frees it.
+            memory: Of the current GPU by default.
+
+        Raises:
+            SettingsError: There is no GPU.
+        """
+        self._memory: BucketMemory = memory or CudaMemory()
+        self._bucket_bytes, self._keeps = bucket_bytes, keeps
+        self._buckets: list[torch.Tensor] = []
+        self._is_closed = False
+
+    def pack(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        version: int,
+        tied: Mapping[str, str],
+        adapter: AdapterUpdate | None = None,
+    ) -> WeightUpdate:
+        """See `WeightTransport.pack`.
+
+        Raises:
+            TransferError: A tensor is not where the buckets are.
+        """
+        if self._is_closed:
+            raise NotReadyError("the weight transport is closed. Make a new one.")
+        self._require_here(tensors)
+        self._free()
+        digests = digest_tensors(tensors, kind=None if adapter is None else "crc32c")
+        sizes, places = bucket_plan(digests, self._bucket_bytes)
+        stamp = secrets.randbits(62)
+        self._buckets = [self._memory.allocate(size) for size in sizes]
+        for bucket in self._buckets:
+            _stamp_of(bucket).copy_(torch.tensor([version, stamp]))
+        for place in places:
+            _view(self._buckets[place.bucket], place.start, digests[place.name]).copy_(tensors[place.name].detach())
+        shared = SharedBuckets(
+            device=_identity(self._memory.device),
+            stamp=stamp,
+            bucket_bytes=self._bucket_bytes,
+            buckets=tuple(map(self._memory.share, self._buckets)),
+        )
+        return WeightUpdate(version=version, digests=digests, shared=shared, tied=dict(tied), adapter=adapter)
+
+    def release(self) -> None:
+        """Free the last update, which the engine has taken, unless it is kept for one that is started again."""
+        if not self._keeps:
+            self._free()
+
+    def close(self) -> None:
+        """See `WeightTransport.close`."""
+        self._is_closed = True
+        self._free()
+        self._memory.close()
+
+    def _free(self) -> None:
+        for bucket in self._buckets:
+            _stamp_of(bucket).zero_()  # who opens it late must not take what comes into this memory next
+        self._buckets = []
+
+    def _require_here(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.device != self._memory.device:
+                raise TransferError(
+                    f"an engine opens weights on {self._memory.device}; found {name!r} on {tensor.device}. Let the "
+                    "learner have one rank in the trainer's process, on that GPU, or take weights.transport = "
+                    '"file".'
+                )
+
+
+@contextmanager
+def opened(update: WeightUpdate) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of an update in shared buckets: views of the sender's memory, valid within.
+
+    Raises:
+        EngineError: They are on a GPU that this process does not have, or are not what the digests say.
+        WeightsGoneError: The sender is gone, or has another version by now.
+    """
+    shared = update.shared
+    if shared is None:
+        raise EngineError(f"weight update {update.version} is not in shared memory.")
+    device = _device_of(shared, update.version)
+    sizes, places = bucket_plan(update.digests, shared.bucket_bytes)
+    found = [bucket.size_bytes for bucket in shared.buckets]
+    if found != sizes:
+        raise EngineError(f"weight update {update.version} needs buckets of {sizes} bytes; found {found}.")
+    try:
+        buckets = [_open(bucket, device) for bucket in shared.buckets]
+    except (RuntimeError, OSError, ValueError) as error:
+        raise _gone(update.version, str(error)) from error
+    for number, stamp in enumerate(to_host([_stamp_of(bucket) for bucket in buckets])):
+        if stamp.tolist() != [update.version, shared.stamp]:
+            raise _gone(update.version, f"bucket {number} has another stamp")
+    yield {place.name: _view(buckets[place.bucket], place.start, update.digests[place.name]) for place in places}
+
+
+def bucket_plan(digests: Mapping[str, TensorDigest], bucket_bytes: int) -> tuple[list[int], list[Place]]:
+    """How tensors lie in buckets: in order, each bucket as full as it gets.
+
+    Returns:
+        Size of each bucket in bytes, and the place of each tensor.
+    """
+    sizes: list[int] = []
+    places = []
+    for name, digest in digests.items():
+        size = -(-_size_bytes(digest) // ALIGNMENT) * ALIGNMENT
+        if not sizes or sizes[-1] + size > bucket_bytes:
+            sizes.append(ALIGNMENT)
+        places.append(Place(name, len(sizes) - 1, sizes[-1]))
+        sizes[-1] += size
+    return sizes, places
+
+
+def _open(bucket: SharedBucket, device: torch.device) -> torch.Tensor:
+    """[size_bytes] uint8 of another process."""
+    if device.type == CPU:
+        require_plain(Path(bucket.handle), error=WeightsGoneError)
+        if Path(bucket.handle).stat().st_size != bucket.size_bytes:
+            raise ValueError(f"{bucket.handle} must have {bucket.size_bytes} bytes")
+        return torch.from_file(bucket.handle, shared=True, size=bucket.size_bytes, dtype=torch.uint8)
+    storage = torch.UntypedStorage._new_shared_cuda(
+        device.index,
+        bytes.fromhex(bucket.handle),
+        bucket.size_bytes,
+        bucket.offset_bytes,
+        bytes.fromhex(bucket.counter),
+        bucket.counter_offset,
+        bytes.fromhex(bucket.event),
+        bucket.waits,
+    )
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _device_of(shared: SharedBuckets, version: int) -> torch.device:
+    if shared.device == CPU:
+        return torch.device(CPU)
+    here = [_identity(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    if shared.device not in here:
+        raise EngineError(
+            f"weight update {version} is in memory of {shared.device}; this process sees {here or 'no GPU'}. Let the "
+            'engine have the learner\'s GPU, or take weights.transport = "file" or "nccl".'
+        )
+    return torch.device("cuda", here.index(shared.device))
+
+
+def _identity(device: torch.device) -> str:
+    """What every process calls a device, whichever it sees."""
+    return CPU if device.type == CPU else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def _size_bytes(digest: TensorDigest) -> int:
+    dtype: torch.dtype = getattr(torch, digest.dtype)
+    return math.prod(digest.shape) * dtype.itemsize
+
+
+def _view(bucket: torch.Tensor, start: int, digest: TensorDigest) -> torch.Tensor:
+    flat = bucket[start : start + _size_bytes(digest)]
+    return flat.view(getattr(torch, digest.dtype)).reshape(digest.shape)
+
+
+def _stamp_of(bucket: torch.Tensor) -> torch.Tensor:
+    """[2] int64: version and stamp."""
+    return bucket[:16].view(torch.int64)
+
+
+def _gone(version: int, why: str) -> WeightsGoneError:
+    return WeightsGoneError(
+        f"weight update {version} cannot be opened in the sender's memory: {why}. The sender has ended, or has freed "
+        "it: publish again."
+    )

@@ -1,0 +1,128 @@
+"""A checksum for tensors on a GPU: two sums over a tensor's 32-bit words, computed where the tensor is.
+
+The bytes of a tensor, row after row, are read as signed little-endian words w[0], w[1], ..., the last one filled with
+zeros. The sums, modulo 2**64, are
+
+    first  = sum of (2 i + 1) w[i]
+    second = sum of BASE**i w[i]
+
+Every factor is odd, so that each sum changes with any single word. In tensors of fewer than 2**31 words no two factors
+are equal modulo 2**33, so that each sum also changes when two different words change places. Integers wrap alike on
+every device, in whatever order they are added. Both sums are linear: those of the rectangles of a tensor, each at its
+place, add up to those of the whole (`rectangle_sums`).
+
+They find faults, and keep nobody out: who can change the weights can also change them so that the sums stay.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+BASE = 0x9E3779B97F4A7C15
+"""Odd, 5 modulo 8: its powers have the longest period."""
+
+MODULUS = 2**64
+WORD_BYTES = 4
+ROW_WORDS = 4096
+CHUNK_BYTES = 1024 * ROW_WORDS * WORD_BYTES
+"""What is summed up at once: a product of this many words takes twice as much memory."""
+
+
+def word_sums(tensor: "torch.Tensor", *, start_bytes: int = 0) -> "torch.Tensor":
+    """The share of a run of bytes in the two sums of a tensor; by default the sums of the whole.
+
+    Args:
+        tensor: Of any shape, strides and dtype; its contiguous bytes are the run.
+        start_bytes: Where the run begins in the tensor that is summed up.
+
+    Returns:
+        [2] int64, on the tensor's device; nothing waits for it.
+    """
+    import torch
+    from torch.nn.functional import pad
+
+    front = start_bytes % WORD_BYTES
+    if front:  # a vector that begins within a word
+        tensor = pad(tensor.detach().reshape(-1), (front // tensor.element_size(), 0))
+    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    first = start_bytes // WORD_BYTES
+    for words in _word_chunks(tensor.detach()):
+        rows = pad(words, (0, -len(words) % ROW_WORDS)).view(-1, ROW_WORDS)  # zeros add nothing
+        total += row_sums(rows, first, ROW_WORDS)
+        first += len(words)
+    return total
+
+
+def row_sums(rows: "torch.Tensor", first: int, stride: int) -> "torch.Tensor":
+    """The share of rows of words in the two sums of their tensor.
+
+    Args:
+        rows: [R, K] int32.
+        first: Word of the tensor at which row 0 begins.
+        stride: Words from the begin of one row to that of the next.
+
+    Returns:
+        [2] int64, on the rows' device.
+    """
+    import torch
+
+    places = torch.arange(1, 2 * rows.shape[1], 2, device=rows.device)
+    starts = torch.arange(len(rows), device=rows.device) * (2 * stride) + 2 * first
+    plain = (rows * places).sum(1) + rows.sum(1) * starts
+    powers = (rows * _powers(BASE, rows.shape[1], rows.device)).sum(1)
+    steps = _powers(pow(BASE, stride, MODULUS), len(rows), rows.device)
+    return torch.stack([plain.sum(), (powers * steps).sum() * _signed(pow(BASE, first, MODULUS))])
+
+
+@lru_cache(maxsize=128)
+def _powers(base: int, count: int, device: "torch.device") -> "torch.Tensor":
+    """[count] int64: base**0, base**1, ..., modulo 2**64."""
+    import torch
+
+    factors = torch.full((count,), _signed(base % MODULUS), dtype=torch.int64, device=device)
+    factors[:1] = 1
+    return factors.cumprod(0)
+
+
+def _signed(number: int) -> int:
+    """The same 64 bits as torch's int64 has them."""
+    return number - MODULUS if number >= MODULUS // 2 else number
+
+
+def _word_chunks(tensor: "torch.Tensor") -> Iterator["torch.Tensor"]:
+    """[n] int32 each: the words of a tensor in order; only the last chunk may be filled up."""
+    import torch
+    from torch.nn.functional import pad
+
+    for part in _flat_parts(tensor):
+        for chunk in torch.split(part, CHUNK_BYTES // part.element_size()):
+            if not chunk.is_contiguous() or chunk.storage_offset() * chunk.element_size() % WORD_BYTES:
+                chunk = chunk.clone(memory_format=torch.contiguous_format)  # a view as words begins at one
+            if chunk.nbytes % WORD_BYTES:
+                chunk = pad(chunk.view(torch.uint8), (0, -chunk.nbytes % WORD_BYTES))
+            if chunk.numel():
+                yield chunk.view(torch.int32)
+
+
+def _flat_parts(tensor: "torch.Tensor") -> Iterator["torch.Tensor"]:
+    """[n] views of a tensor's elements in order, or copies of at most a chunk; all but the last are whole words.
+
+    Copies are larger where four rows are, and their length is odd.
+    """
+    import torch
+
+    per_word = max(1, WORD_BYTES // tensor.element_size())
+    if tensor.is_contiguous() or tensor.nbytes <= CHUNK_BYTES:
+        yield tensor.reshape(-1)
+        return
+    row = tensor[0].numel()
+    num_rows = CHUNK_BYTES // (row * tensor.element_size()) // per_word * per_word
+    if not num_rows and row % per_word == 0:
+        for part in tensor:
+            yield from _flat_parts(part)
+        return
+    for part in torch.split(tensor, num_rows or per_word):
+        yield part.reshape(-1)
