@@ -82,7 +82,7 @@ class Workload:
 
 WORKLOADS = {
     "4k": Workload(prompts=8, group=1, prompt_tokens=128, response_tokens=3968, budget=8192),
-    "32k": Workload(prompts=2, group=1, prompt_tokens=128, response_tokens=32640, budget=32768),
+    "32k": Workload(prompts=1, group=1, prompt_tokens=128, response_tokens=32640, budget=32768),
     "4k_shared": Workload(prompts=2, group=4, prompt_tokens=2048, response_tokens=2048, budget=10240),
     "32k_shared": Workload(prompts=1, group=4, prompt_tokens=24576, response_tokens=8192, budget=57344),
 }

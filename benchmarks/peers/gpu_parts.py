@@ -116,7 +116,7 @@ class Distilled:
             "top_k": self._preset.top_k,
             "times_as_fast_as_full_softmax": ours["tokens_per_s"] / full["tokens_per_s"],
             "memory_of_full_softmax": ours["peak_memory_gib"] / max(full["peak_memory_gib"], 1e-9),
-            "loss_difference": abs(ours["loss"] - full["loss"]) / abs(full["loss"]),
+            "difference": abs(ours["loss"] - full["loss"]) / abs(full["loss"]),
         }
 
     def close(self) -> None:
