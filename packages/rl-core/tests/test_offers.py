@@ -22,8 +22,9 @@ from rl_core.weights.broadcast import (
     join_offers,
     receive_plan,
 )
-from rl_core.weights.rectangle_sums import digest_rectangle, join_digests, whole_checksum
-from rl_core.weights.update import Rectangle, WeightUpdate, digest_tensors
+from rl_core.weights.digests import digest_tensors, tensor_checksum
+from rl_core.weights.rectangle_sums import digest_rectangles, join_digests
+from rl_core.weights.update import Rectangle, WeightUpdate
 
 CPU = torch.device("cpu")
 OPTIONS = SenderOptions(bucket_bytes=100, deadline_s=60.0)
@@ -101,10 +102,10 @@ def test_the_digests_of_rectangles_make_that_of_the_tensor_however_it_is_cut(dat
     cut = [data.draw(st.integers(0, size)) for size in shape]
     tensor = torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
     parts = [held(tensor, one) for one in pieces("a", shape, cut)]
-    digests = [(one.rectangle, digest_rectangle(one.read(), one.rectangle, one.shape)) for one in parts]
-    (digest,) = join_digests(digests).values()
-    (expected,) = digest_tensors({"a": tensor}).values()
-    assert (digest.shape, digest.dtype, digest.crc32c) == (expected.shape, expected.dtype, whole_checksum(tensor))
+    digests = digest_rectangles((one.rectangle, one.shape, one.read()) for one in parts)
+    (digest,) = join_digests(zip([one.rectangle for one in parts], digests, strict=True)).values()
+    (expected,) = digest_tensors({"a": tensor}, kind="sums").values()
+    assert (digest.shape, digest.dtype, digest.checksum) == (expected.shape, expected.dtype, expected.checksum)
     np.testing.assert_allclose(digest.probe, expected.probe, rtol=0, atol=1e-3)
 
 
@@ -121,7 +122,7 @@ def test_rectangles_of_all_ranks_arrive_as_whole_tensors(num_ranks: int, bucket_
             assert list(found) == list(TENSORS)
             for name, tensor in TENSORS.items():
                 assert torch.equal(found[name], tensor)
-                assert whole_checksum(found[name]) == update.digests[name].crc32c
+                assert tensor_checksum(found[name], "sums") == update.digests[name].checksum
         ranks.tensors = {name: tensor + 0 for name, tensor in TENSORS.items()}
 
 
@@ -176,7 +177,7 @@ def test_a_wrong_rectangle_changes_the_checksum_of_its_tensor_alone(
     else:
         ranks.tensors["rows"][7, 3] += 1e-3
     (found,) = engine.take(update)
-    sums = {name: whole_checksum(tensor) == update.digests[name].crc32c for name, tensor in found.items()}
+    sums = {name: tensor_checksum(tensor, "sums") == update.digests[name].checksum for name, tensor in found.items()}
     assert sums == {"rows": False, "whole": True}
 
 

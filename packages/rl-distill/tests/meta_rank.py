@@ -50,12 +50,13 @@ class AsOnGpu(TorchDispatchMode):
 
     Attributes:
         is_in_pass: True within megatron's schedule.
+        operations: Names of what ran on the GPU.
         num_dispatched: Rows that the all-to-all dispatcher is about to select, for which it does wait; None elsewhere.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_in_pass = False
+        self.is_in_pass, self.operations = False, set[str]()
         self.num_dispatched: int | None = None
 
     @contextlib.contextmanager
@@ -72,6 +73,8 @@ class AsOnGpu(TorchDispatchMode):
         tensors = list(_tensors((*args, *kwargs.values())))
         on_gpu = [one for one in tensors if one.device.type == "meta"]
         packet = func.overloadpacket
+        if on_gpu:
+            self.operations.add(str(packet))
         if packet in (aten._to_copy, aten.copy_):
             self._check_copy(func, tensors, kwargs)
         elif on_gpu and any(one.device.type != "meta" and one.ndim for one in tensors):
@@ -84,7 +87,7 @@ class AsOnGpu(TorchDispatchMode):
             if packet is aten._local_scalar_dense:
                 return torch.ones((), dtype=on_gpu[0].dtype).item()
         if on_gpu and packet is aten._to_copy and torch.device(kwargs.get("device") or META).type == "cpu":
-            return torch.ones(on_gpu[0].shape, dtype=kwargs.get("dtype") or on_gpu[0].dtype)
+            return torch.ones((), dtype=kwargs.get("dtype") or on_gpu[0].dtype).expand(on_gpu[0].shape)
         if packet in COALESCED:
             return c10d.barrier.default(torch.empty(0, device=META), args[COALESCED[packet]], [])
         return func(*args, **kwargs)

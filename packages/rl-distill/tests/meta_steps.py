@@ -4,6 +4,7 @@ import json
 import sys
 import traceback
 import warnings
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,20 @@ from torch import Tensor
 
 from rl_core.data import Batch, Ragged, RowKey
 from rl_core.data.ragged import offsets_of
+from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.rank_shares import RankShare
 from rl_distill.megatron.setup import ModelPlan
-from rl_distill.objectives import PolicyObjectiveOptions, policy_objective
+from rl_distill.objectives import (
+    DistillationObjectiveOptions,
+    PolicyObjectiveOptions,
+    distillation_objective,
+    policy_objective,
+)
+from rl_distill.objectives.comparison import comparison_of
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
+from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.stepping import open_policy
 
 ROWS = (16, 16, 16)
@@ -26,91 +35,116 @@ ROWS = (16, 16, 16)
 
 COLUMNS = ("advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs")
 
-OBJECTIVE = policy_objective(PolicyObjectiveOptions(entropy_coefficient=0.01, kl_coefficient=0.1, correction="token"))
+TOP_K = 3
+
+POLICY = policy_objective(PolicyObjectiveOptions(entropy_coefficient=0.01, kl_coefficient=0.1, correction="token"))
+
+OBJECTIVES: dict[str, Any] = {
+    "policy": POLICY,
+    "distillation": distillation_objective(DistillationObjectiveOptions()),
+    "distillation and rewards": distillation_objective(DistillationObjectiveOptions(), POLICY),
+    "whole distributions": distillation_objective(DistillationObjectiveOptions(distribution="full")),
+    "value": lambda values, _, micro: ((values.square() * micro.columns["loss_weights"]).sum(), {}),
+    # What no objective may do.
+    "reads a number": lambda values, _, micro: (values.sum() * float(values.sum()), {}),
+    "selects by a mask": lambda values, _, micro: (values[micro.columns["loss_mask"]].sum(), {}),
+    "mixes devices": lambda values, _, micro: ((values * torch.ones(len(values))).sum(), {}),
+    "copies and waits": lambda values, _, micro: ((values * torch.ones(len(values)).to(values.device)).sum(), {}),
+    "looks on the host": lambda values, _, micro: (values.sum() + values.detach().cpu().sum().item(), {}),
+}
 
 
-def make_share(num_packs: int, *, is_forest: bool) -> RankShare:
-    """Micro-batches of `ROWS` each, with every column that the objective reads.
+def make_share(num_packs: int, config: PolicyConfig, *, replays: bool = False, min_shared: int = 0) -> RankShare:
+    """Micro-batches of `ROWS` each, with every column that an objective reads.
 
-    A forest is one micro-batch, in which the rows of a prompt, every second one, begin with 8 tokens alike.
+    Args:
+        num_packs: Micro-batches.
+        config: Of the policy.
+        replays: Also the experts that an engine chose.
+        min_shared: Fewest tokens that rows share to be computed once; all rows are of one prompt.
     """
     lengths = ROWS * num_packs
     offsets = offsets_of(lengths)
     total = int(offsets[-1])
-    positions = np.arange(total) - np.repeat(offsets[:-1], lengths)
-    mask = positions >= 2
+    mask = np.arange(total) - np.repeat(offsets[:-1], lengths) >= 2
     values: dict[str, Any] = {name: np.full(total, -0.5, dtype=np.float32) for name in COLUMNS}
-    ids = np.arange(total) % 40
-    values["input_ids"] = np.where(is_forest & (positions < 8), positions, ids).astype(np.int32)
+    positions = np.arange(total) - np.repeat(offsets[:-1], lengths)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    ids = np.where(positions < 6, positions, positions + rows) % 40
+    values["input_ids"] = ids.astype(np.int32)
     values["loss_mask"] = mask
     values["loss_weights"] = (mask / mask.sum()).astype(np.float32)
-    keys = [RowKey(f"prompt{row % 2 if is_forest else row}", row, 0) for row in range(len(lengths))]
+    values["teacher_logprobs"] = np.full((total, TOP_K + 1), -2.0, dtype=np.float32)
+    values["teacher_ids"] = np.stack([ids, *(np.full(total, number) for number in range(TOP_K))], -1).astype(np.int32)
+    values["teacher_index"] = np.zeros(total, dtype=np.int16)
+    values["teacher_hidden"] = np.zeros((total, config.hidden_size), dtype=np.float32)
+    if replays and config.mixture is not None:
+        chosen = np.arange(config.mixture.top_k, dtype=np.int16)
+        values[ROUTED_EXPERTS] = np.broadcast_to(chosen, (total, config.num_layers, len(chosen))).copy()
+    keys = [RowKey("prompt" if min_shared else f"prompt{row}", row, 0) for row in range(len(lengths))]
     batch = Batch(keys, {name: Ragged(column, offsets) for name, column in values.items()})
-    sizes = (len(lengths),) if is_forest else (len(ROWS),) * num_packs
-    return RankShare(batch=batch, sizes=sizes, min_shared=int(is_forest))
+    return RankShare(batch=batch, sizes=(len(ROWS),) * num_packs, min_shared=min_shared)
 
 
 class Watched:
-    """An objective that notes what it is given, and can do what no objective may."""
+    """An objective that notes what it is given."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind, self.seen = kind, set[str]()
+    def __init__(self, objective: Any) -> None:
+        self._objective, self.seen = objective, set[str]()
+        self.comparison = comparison_of(objective)
 
     def __call__(self, values: Tensor, entropy: Tensor | None, micro: Any) -> Any:
         given = {"values": values, "entropy": entropy, **micro.columns}
         self.seen |= {f"{name} {one.device} {one.dtype}" for name, one in given.items() if one is not None}
-        loss, sums = (values.square() * micro.columns["loss_weights"]).sum(), {}
-        if self.kind == "policy":
-            loss, sums = OBJECTIVE(values, entropy, micro)
-        elif self.kind == "reads the loss":
-            loss = loss * float(loss)
-        elif self.kind == "selects by a mask":
-            loss = values[micro.columns["loss_mask"]].sum()
-        elif self.kind == "mixes devices":
-            loss = (values * torch.ones(len(values))).sum()
-        elif self.kind == "copies and waits":
-            loss = (values * torch.ones(len(values)).to(values.device)).sum()
-        elif self.kind == "looks on the host":
-            loss = loss + values.detach().cpu().sum().item()
-        return loss, sums
+        return self._objective(values, entropy, micro)
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """Build a rank, score, train, export; what was seen meanwhile."""
-    parallel, kind = ParallelOptions(**case["layout"]), case["objective"]
-    head = "value" if kind == "value" else "policy"
+    parallel, head = ParallelOptions(**case["layout"]), "value" if case["objective"] == "value" else "policy"
     source = open_policy(case["policy"], is_critic=head == "value")
     options, lora = LearnerOptions(**case["options"]), LoraOptions(rank=case["lora"])
     plan = ModelPlan(source=source, options=options, parallel=parallel, head=head, lora=lora)  # type: ignore[arg-type]
-    is_forest = case["is_forest"]
-    share, objective = make_share(2 if is_forest else parallel.pipeline, is_forest=is_forest), Watched(kind)
+    share = make_share(parallel.pipeline, source.config, replays=case["replays"], min_shared=case["min_shared"])
     length = sum(ROWS) // parallel.context // (parallel.tensor if parallel.sequence else 1)
     become_rank(case["rank"], parallel)
-    with as_on_gpu(length=length, hidden_size=source.config.hidden_size):
+    with as_on_gpu(length=length, hidden_size=source.config.hidden_size) as mode:
         model = build(plan, is_large=case["is_large"])
-        found: dict[str, Any] = {"scored": None, "is_applied": None, "seen": []}
-        if case["steps"]:
-            scored = model.score(share, temperature=1.0)
-            step = model.train_step(share, objective, temperature=0.9, with_entropy=head == "policy", with_tokens=True)
-            found["scored"] = None if scored is None else {name: list(of.shape) for name, of in scored.items()}
-            found["is_applied"] = None if step is None else step.is_applied
-            found["computed_tokens"] = None if step is None else step.computed_tokens
-            found["seen"] = sorted(objective.seen)
-        return found | _tensors_of(model)
+        found = _step(model, share, case["objective"]) if case["steps"] else {}
+        return found | _tensors_of(model) | {"operations": sorted(mode.operations)}
+
+
+def _step(model: RankModel, share: RankShare, name: str) -> dict[str, Any]:
+    """Score and train."""
+    config = model.plan.source.config
+    if name == "whole distributions":
+        rows = config.vocab_size // model.plan.parallel.tensor
+        model._teacher_heads = [torch.empty(rows, config.hidden_size, dtype=torch.bfloat16, device=META)]
+    objective = Watched(OBJECTIVES[name])
+    is_policy = model.plan.head == "policy"
+    scored = model.score(share, temperature=1.0, top_k=TOP_K if is_policy else None)
+    step = model.train_step(share, objective, temperature=0.9, with_entropy=is_policy, with_tokens=True)
+    return {
+        "scored": None if scored is None else {name: (list(of.shape), str(of.dtype)) for name, of in scored.items()},
+        "is_applied": None if step is None else step.is_applied,
+        "computed_tokens": None if step is None else step.computed_tokens,
+        "seen": sorted(objective.seen),
+    }
 
 
 def _tensors_of(model: RankModel) -> dict[str, Any]:
     """Devices, dtypes and bytes of a model's tensors, and the pieces that it exports."""
+    exported = model.tensors.export("weights", on_host=False)
     kept = dict(zip(("weights", "gradients", "optimizer"), model.tensors.kept(), strict=True))
     named = [pair for chunk in model._chunks for pair in chunk.named_parameters()]
     # Megatron's Float16Module and DistributedDataParallel each put "module." before a name.
     float32 = {name.rpartition("module.")[2] for name, one in named if one.dtype == torch.float32}
     return {
-        "devices": sorted({one.device.type for tensors in kept.values() for one in tensors}),
+        "devices": sorted({one.device.type for one in chain(*kept.values(), (piece.tensor for piece in exported))}),
         "dtypes": {kind: sorted({str(one.dtype) for one in tensors}) for kind, tensors in kept.items()},
         "float32": sorted(float32),
         "memory": list(model.memory()),
-        "pieces": [(one.name, one.shape, one.offsets, one.tensor.shape) for one in model.tensors.export("weights")],
+        "pieces": [(one.name, one.shape, one.offsets, one.tensor.shape) for one in exported],
     }
 
 

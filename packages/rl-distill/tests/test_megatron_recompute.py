@@ -16,6 +16,7 @@ from rl_distill.learner import MetricSums, MicroBatch, StepResult
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
 from rl_distill.options import LearnerOptions, LoraOptions
 from rl_distill.supervised import supervised_objective
+from rl_distill.testing import install_cpu_kernels
 
 MakeBatch = Callable[..., Batch]
 LENGTHS = (14, 9, 22, 5, 17)
@@ -60,9 +61,15 @@ def with_experts(batch: Batch) -> Batch:
     return batch.with_columns({"routed_experts": Ragged(chosen, ids.offsets)})
 
 
-def check_same(policy: Path, batch: Batch, modules: tuple[str, ...], lora: LoraOptions = LoraOptions()) -> None:  # noqa: B008
-    selective = replace(OPTIONS, recompute="selective", recompute_modules=modules)
-    plain, learner = (MegatronLearner(policy, of, lora=lora) for of in (OPTIONS, selective))
+def check_same(
+    policy: Path,
+    batch: Batch,
+    modules: tuple[str, ...],
+    options: LearnerOptions = OPTIONS,
+    lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
+) -> None:
+    selective = replace(options, recompute="selective", recompute_modules=modules)
+    plain, learner = (MegatronLearner(policy, of, lora=lora) for of in (options, selective))
     for _ in range(2):
         (wanted, most), (found, fewer) = (step_of(x, batch) for x in (plain, learner))
         assert (found.loss, found.grad_norm, found.metrics) == (wanted.loss, wanted.grad_norm, wanted.metrics)
@@ -90,8 +97,16 @@ def test_a_mixture_replays_the_same_experts_and_keeps_less(
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_a_gpus_kernels_are_computed_again(tied_policy: Path, mixture_policy: Path, make_batch: MakeBatch):
+    install_cpu_kernels()
+    fused = replace(OPTIONS, kernels="fused")
+    check_same(tied_policy, make_batch(LENGTHS, num_prompts=2), DENSE[-1], fused)
+    check_same(mixture_policy, with_experts(make_batch(LENGTHS)), MIXTURE[-1], fused)
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_an_adapter_draws_the_same(tied_policy: Path, make_batch: MakeBatch):
-    check_same(tied_policy, make_batch(LENGTHS), ("layernorm", "mlp"), LoraOptions(rank=2, dropout=0.3))
+    check_same(tied_policy, make_batch(LENGTHS), ("layernorm", "mlp"), lora=LoraOptions(rank=2, dropout=0.3))
 
 
 @pytest.mark.usefixtures("one_rank")

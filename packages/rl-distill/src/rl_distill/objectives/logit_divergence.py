@@ -198,6 +198,10 @@ class LogitDivergence:
                 f"matrices on the learner; found {'no' if hidden is None else 'the'} hidden states and "
                 f"{len(self.heads)} matrices. Call load_teacher_heads of the learner, with Megatron teachers."
             )
+        if len(self.heads) == 1:  # rows are not selected, for which a GPU would be waited for
+            head = self.heads[0]
+            logits = (hidden[:, : head.shape[1]].to(head.dtype) @ head.T).to(hidden.dtype)
+            return logits.masked_fill_((teacher.index != 0).unsqueeze(-1), 0.0)
         logits = hidden.new_zeros(len(hidden), self.heads[0].shape[0])
         for number, head in enumerate(self.heads):
             rows = (teacher.index == number).nonzero().squeeze(1)

@@ -105,7 +105,8 @@ class TopKLogprobs(NamedTuple):
         tail: [M] their sum over ranks.
         total: [M] with those of the K tokens.
         is_given: [M, K] bool.
-        places: Rows, entries and columns of the K tokens that are of this rank's slice.
+        columns: [M, K] int64 of the K tokens in this rank's slice, 0 of others.
+        is_own: [M, K] bool, those of the slice.
     """
 
     logprobs: Tensor
@@ -114,18 +115,22 @@ class TopKLogprobs(NamedTuple):
     tail: Tensor
     total: Tensor
     is_given: Tensor
-    places: tuple[Tensor, Tensor, Tensor]
+    columns: Tensor
+    is_own: Tensor
 
     @staticmethod
     def of(scaled: Tensor, ids: Tensor, *, first: int, part: VocabularyPart) -> "TopKLogprobs":
         """From shifted logits [M, V of this rank], which become the exponentials."""
         is_given = ids >= 0
-        rows, entries = (is_given & (ids >= first) & (ids < first + scaled.shape[-1])).nonzero(as_tuple=True)
-        columns = ids[rows, entries] - first
-        chosen = scaled.new_zeros(ids.shape)
-        chosen[rows, entries] = scaled[rows, columns]
+        is_own = is_given & (ids >= first) & (ids < first + scaled.shape[-1])
+        columns, chosen = (ids - first).masked_fill(~is_own, 0), scaled.new_zeros(ids.shape)
+        has_columns = scaled.shape[-1] > 0  # a slice may be padding alone
+        if has_columns:
+            chosen = scaled.gather(-1, columns).masked_fill(~is_own, 0.0)
         exponentials = scaled.exp_()
-        exponentials[rows, columns] = 0.0
+        if has_columns:  # all that is there is at least 0; entries of other slices must leave column 0 as it is
+            zeros = torch.zeros_like(chosen).masked_fill_(~is_own, torch.inf)
+            exponentials.scatter_reduce_(-1, columns, zeros, "amin")
         sums = part.summed(torch.cat([chosen, exponentials.sum(-1, keepdim=True)], -1))
         chosen, tail = sums[:, :-1], sums[:, -1]
         total = (chosen.exp() * is_given).sum(-1) + tail
@@ -136,20 +141,23 @@ class TopKLogprobs(NamedTuple):
             tail=tail,
             total=total,
             is_given=is_given,
-            places=(rows, entries, columns),
+            columns=columns,
+            is_own=is_own,
         )
 
     def gradient(self, grad_logprobs: Tensor, grad_tail: Tensor, *, in_place: bool = False) -> Tensor:
         """[M, V of this rank] to the shifted logits; in the exponentials' own place, or new."""
-        rows, entries, columns = self.places
         grad_logprobs = grad_logprobs * self.is_given
         has_tail = self.tail > torch.finfo(self.tail.dtype).tiny
         grad_tail = torch.where(has_tail, grad_tail, 0.0)
         summed = grad_logprobs.sum(-1) + grad_tail
         outside = (torch.where(has_tail, grad_tail / self.tail, 0.0) - summed / self.total).unsqueeze(-1)
         grad = self.exponentials.mul_(outside) if in_place else self.exponentials * outside
-        grad[rows, columns] = (grad_logprobs - self.logprobs.exp() * summed.unsqueeze(-1))[rows, entries]
-        return grad
+        if not grad.shape[-1]:
+            return grad
+        chosen = grad_logprobs - self.logprobs.exp() * summed.unsqueeze(-1)
+        # The K tokens have 0 there, for their exponentials are; so does column 0 gain 0 from other slices' entries.
+        return grad.scatter_add_(-1, self.columns, chosen.masked_fill(~self.is_own, 0.0))
 
 
 class _TopKLogprobs(torch.autograd.Function):
@@ -158,16 +166,13 @@ class _TopKLogprobs(torch.autograd.Function):
         ctx: Any, logits: Tensor, ids: Tensor, temperature: float, part: VocabularyPart
     ) -> tuple[Tensor, Tensor]:
         found = TopKLogprobs.of(_shifted(logits, temperature, part), ids, first=part.first(logits.shape[-1]), part=part)
-        ctx.save_for_backward(*found[:-1], *found.places)
+        ctx.save_for_backward(*found)
         ctx.temperature, ctx.dtype, ctx.width = temperature, logits.dtype, logits.shape[-1]
         return found.logprobs, found.log_tail
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        saved = ctx.saved_tensors
-        logprobs, log_tail, exponentials, tail, total, is_given, *places = saved
-        found = TopKLogprobs(logprobs, log_tail, exponentials, tail, total, is_given, (places[0], places[1], places[2]))
-        grad = found.gradient(*grads)
+        grad = TopKLogprobs(*ctx.saved_tensors).gradient(*grads)
         if ctx.temperature != 1.0:
             grad /= ctx.temperature
         if grad.shape[-1] < ctx.width:
