@@ -114,14 +114,15 @@ class _Layer:
         weights: list[Any] = list(experts.parameters())
         for weight in weights:
             weight.main_grad.zero_()
+            weight.grad_added_to_main_grad = False
         with computing_with(products):
             start = time.process_time()
             out = experts(tokens, self.counts, shares)[0]
             torch.autograd.backward(out, self.grad)
             for weight in weights:  # as megatron's hook
-                if weight.grad is not None:
+                if not weight.grad_added_to_main_grad:
                     weight.main_grad.add_(weight.grad)
-                    weight.grad = None
+                weight.grad = None
             seconds = time.process_time() - start
         parts = [out.detach(), tokens.grad, shares.grad, *(weight.main_grad for weight in weights)]
         return seconds, math.hypot(*(float(part.double().norm()) for part in parts if part is not None))

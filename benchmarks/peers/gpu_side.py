@@ -199,6 +199,7 @@ class Ours(Trained):
             self._side.repack(tokens=budget, shares=False)
             apart = self._timed(row, self._side.step)
             found["times_as_fast_as_apart"] = found["tokens_per_s"] / apart["tokens_per_s"]
+            found["num_computed_tokens_apart"] = apart["num_computed_tokens"]
         return found
 
     def _bound(self, mode: str, budget: int) -> float:

@@ -6,19 +6,23 @@ numbers between its passes it gets ones, and in a pass nothing may ask.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import megatron.core.pipeline_parallel.p2p_communication as p2p
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.optim import adam
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_distill.megatron import rank_model, setup
+from rl_distill.megatron.norm import _RMSNormFunction
 from rl_distill.megatron.parallel import initialize_groups
 from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.setup import ModelPlan
@@ -175,6 +179,8 @@ def as_on_gpu(*, length: int, hidden_size: int) -> Iterator[AsOnGpu]:
         (MoEAlltoAllTokenDispatcher, "dispatch_preprocess", dispatch),
         (rank_model, "get_forward_backward_func", watched),
         (p2p.P2PCommunicator, "_communicate_shapes", shapes),
+        # A GPU's keeps its input and its rows' norms, as ours does; what torch takes on other devices keeps more.
+        (F, "rms_norm", lambda x, _, weight, eps: _RMSNormFunction.apply(x, weight, eps)),
         (adam, "_device_dtype_check_for_fused", lambda *_, **__: None),  # its list of devices lacks this one
     )
     with replaced(*watching), mode:
@@ -192,6 +198,22 @@ def replaced(*values: tuple[Any, str, Any]) -> Iterator[None]:
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+class StepMemory(MemTracker):
+    """torch's tracker, of a model that it is told of: megatron's modules have no `buffers` that it could call."""
+
+    def _track_module_params_and_buffers(self, *_: Any, **__: Any) -> tuple[int, int]:
+        return 0, 0
+
+
+def step_memory(model: RankModel, step: Callable[[], Any]) -> int:
+    """Bytes that a step takes at its peak beside what the model keeps."""
+    tracker = StepMemory()
+    tracker.track_external(*chain(*model.tensors.kept()))
+    with tracker:
+        step()
+    return tracker.get_tracker_snapshot("peak")[META]["Total"] - sum(model.memory())
 
 
 def build(plan: ModelPlan, *, is_large: bool = False) -> RankModel:

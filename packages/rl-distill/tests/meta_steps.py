@@ -4,12 +4,13 @@ import json
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from meta_rank import META, as_on_gpu, become_rank, build
+from meta_rank import META, as_on_gpu, become_rank, build, step_memory
 from torch import Tensor
 
 from rl_core.data import Batch, Ragged, RowKey
@@ -54,23 +55,26 @@ OBJECTIVES: dict[str, Any] = {
 }
 
 
-def make_share(num_packs: int, config: PolicyConfig, *, replays: bool = False, min_shared: int = 0) -> RankShare:
-    """Micro-batches of `ROWS` each, with every column that an objective reads.
+def make_share(
+    num_packs: int, config: PolicyConfig, *, rows: Sequence[int] = ROWS, replays: bool = False, min_shared: int = 0
+) -> RankShare:
+    """Micro-batches of the same rows each, with every column that an objective reads.
 
     Args:
         num_packs: Micro-batches.
         config: Of the policy.
+        rows: Tokens of each row of a micro-batch.
         replays: Also the experts that an engine chose.
         min_shared: Fewest tokens that rows share to be computed once; all rows are of one prompt.
     """
-    lengths = ROWS * num_packs
+    lengths = tuple(rows) * num_packs
     offsets = offsets_of(lengths)
     total = int(offsets[-1])
     mask = np.arange(total) - np.repeat(offsets[:-1], lengths) >= 2
     values: dict[str, Any] = {name: np.full(total, -0.5, dtype=np.float32) for name in COLUMNS}
     positions = np.arange(total) - np.repeat(offsets[:-1], lengths)
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    ids = np.where(positions < 6, positions, positions + rows) % 40
+    number = np.repeat(np.arange(len(lengths)), lengths)
+    ids = np.where(positions < 6, positions, positions + number) % 40
     values["input_ids"] = ids.astype(np.int32)
     values["loss_mask"] = mask
     values["loss_weights"] = (mask / mask.sum()).astype(np.float32)
@@ -83,7 +87,7 @@ def make_share(num_packs: int, config: PolicyConfig, *, replays: bool = False, m
         values[ROUTED_EXPERTS] = np.broadcast_to(chosen, (total, config.num_layers, len(chosen))).copy()
     keys = [RowKey("prompt" if min_shared else f"prompt{row}", row, 0) for row in range(len(lengths))]
     batch = Batch(keys, {name: Ragged(column, offsets) for name, column in values.items()})
-    return RankShare(batch=batch, sizes=(len(ROWS),) * num_packs, min_shared=min_shared)
+    return RankShare(batch=batch, sizes=(len(rows),) * num_packs, min_shared=min_shared)
 
 
 class Watched:
@@ -105,12 +109,19 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     source = open_policy(case["policy"], is_critic=head == "value")
     options, lora = LearnerOptions(**case["options"]), LoraOptions(rank=case["lora"])
     plan = ModelPlan(source=source, options=options, parallel=parallel, head=head, lora=lora)  # type: ignore[arg-type]
-    share = make_share(parallel.pipeline, source.config, replays=case["replays"], min_shared=case["min_shared"])
-    length = sum(ROWS) // parallel.context // (parallel.tensor if parallel.sequence else 1)
+    rows = (case["length"],) * 4 if case["length"] else ROWS
+    share = make_share(
+        parallel.pipeline, source.config, rows=rows, replays=case["replays"], min_shared=case["min_shared"]
+    )
+    length = sum(rows) // parallel.context // (parallel.tensor if parallel.sequence else 1)
     become_rank(case["rank"], parallel)
     with as_on_gpu(length=length, hidden_size=source.config.hidden_size) as mode:
         model = build(plan, is_large=case["is_large"])
         found = _step(model, share, case["objective"]) if case["steps"] else {}
+        if case["length"]:
+            found["step_memory"] = step_memory(
+                model, lambda: model.train_step(share, POLICY, temperature=1.0, with_entropy=True)
+            )
         return found | _tensors_of(model) | {"operations": sorted(mode.operations)}
 
 

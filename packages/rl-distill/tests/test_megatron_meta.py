@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from rl_distill.architecture.activation_memory import kept_activations
 from rl_distill.architecture.model_memory import rank_memory
 from rl_distill.architecture.policy_config import parse_policy_config
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.checkpoint import critic_shapes
-from rl_distill.options import LoraOptions, ParallelOptions
+from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 
 Ask = Callable[..., dict[str, Any]]
 
@@ -115,7 +116,7 @@ def ask() -> Iterator[Ask]:
         def answer(policy: dict[str, Any], layout: ParallelOptions = ONE, **case: Any) -> dict[str, Any]:
             options = {"dtype": "bfloat16", "kernels": "fused", **case.pop("options", {})}
             defaults = {"rank": 0, "objective": "policy", "lora": 0, "steps": 1, "is_large": False}
-            defaults |= {"replays": False, "min_shared": 0}
+            defaults |= {"replays": False, "min_shared": 0, "length": 0}
             told = {**defaults, **case, "policy": policy, "layout": asdict(layout), "options": options}
             child.stdin.write(json.dumps(told) + "\n")
             child.stdin.flush()
@@ -216,6 +217,42 @@ def test_shared_prefixes_wait_for_nothing(layout: str, ask: Ask) -> None:
     found = ask(QWEN3, LAYOUTS[layout], min_shared=4)
     check_rank(found, {"policy": QWEN3}, LAYOUTS[layout], 0)
     assert found["computed_tokens"] == 6 + 3 * 10
+
+
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+}
+MIXTURE_SIZES = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "how"),
+    [
+        ("Qwen3", "one", "none"),
+        ("Qwen3", "TP2+SP", "selective"),
+        ("Llama", "TP2", "none"),
+        ("Qwen3", "one", "full"),
+        ("Qwen3-MoE", "one", "none"),
+    ],
+)
+def test_layers_keep_what_is_planned(family: str, layout: str, how: str, ask: Ask) -> None:
+    """By torch's MemTracker: two more layers raise the peak of a step by what the plan says of two, within 5 %."""
+    case, parallel, tokens = (DENSE | MIXTURES)[family]["policy"] | SIZES, LAYOUTS[layout], 4 * 256
+    if family in MIXTURES:
+        case |= MIXTURE_SIZES
+    options = LearnerOptions(dtype="bfloat16", recompute=how, micro_batch_tokens=tokens)  # type: ignore[arg-type]
+    measured, planned = [], []
+    for num_layers in (4, 6):
+        policy = case | {"num_hidden_layers": num_layers}
+        found = ask(policy, parallel, options={"recompute": how}, steps=1, is_large=True, length=256)
+        assert "error" not in found, found["error"]
+        measured.append(found["step_memory"])
+        planned += kept_activations(parse_policy_config(policy), parallel, options)
+    assert planned[1] - planned[0] == pytest.approx(measured[1] - measured[0], rel=0.05)
 
 
 def test_a_gpu_gets_its_own_kernels(ask: Ask) -> None:

@@ -33,9 +33,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def logits_at_once(device: torch.device) -> int:
-    """How many logits suit a device."""
-    return KEPT_LOGITS if device.type == "cpu" else CHUNK_LOGITS
+def logits_at_once(device: torch.device, *, is_alone: bool = False) -> int:
+    """How many logits suit a device; where a comparison is alone, which needs fewer arrays, twice as many on a CPU."""
+    if device.type != "cpu":
+        return CHUNK_LOGITS
+    return 2 * KEPT_LOGITS if is_alone else KEPT_LOGITS
 
 
 class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
