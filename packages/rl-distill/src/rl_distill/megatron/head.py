@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
-from rl_distill.megatron.compiled import compiled
-from rl_distill.megatron.experts import gradient_elsewhere
+from rl_distill.megatron.layers.compiled import compiled
+from rl_distill.megatron.mixtures.experts import gradient_elsewhere
 from rl_distill.objectives.chunked_head import added_product
 from rl_distill.objectives.logit_divergence import LogitDivergence, TokenComparison
 from rl_distill.objectives.teacher_tokens import TeacherTokens
