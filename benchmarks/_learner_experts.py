@@ -18,10 +18,10 @@ from torch.nn import Module
 
 from rl_distill.architecture.policy_config import parse_policy_config
 from rl_distill.learners import chosen_products
-from rl_distill.megatron.experts import Experts
 from rl_distill.megatron.kernels import PLAIN, Kernels, PolicyTransformerConfig
+from rl_distill.megatron.layers.swiglu import SwiGLU
+from rl_distill.megatron.mixtures.experts import Experts
 from rl_distill.megatron.model_spec import transformer_config
-from rl_distill.megatron.swiglu import SwiGLU
 from rl_distill.products import computing_with, has_onednn
 
 OURS = "ours"
@@ -114,14 +114,15 @@ class _Layer:
         weights: list[Any] = list(experts.parameters())
         for weight in weights:
             weight.main_grad.zero_()
+            weight.grad_added_to_main_grad = False
         with computing_with(products):
             start = time.process_time()
             out = experts(tokens, self.counts, shares)[0]
             torch.autograd.backward(out, self.grad)
             for weight in weights:  # as megatron's hook
-                if weight.grad is not None:
+                if not weight.grad_added_to_main_grad:
                     weight.main_grad.add_(weight.grad)
-                    weight.grad = None
+                weight.grad = None
             seconds = time.process_time() - start
         parts = [out.detach(), tokens.grad, shares.grad, *(weight.main_grad for weight in weights)]
         return seconds, math.hypot(*(float(part.double().norm()) for part in parts if part is not None))

@@ -144,7 +144,8 @@ def test_async_roles_killed_amid_partial_rollouts(run: TinyRun, seed: int) -> No
 def test_async_a_killed_rank_starts_the_learner_again(undisturbed: TinyRun, run: TinyRun, seed: int) -> None:
     """What the other rank holds is of no use alone: the learner goes on from its checkpoint, with both."""
     draw = random.Random(seed)
-    with async_training(run, **IN_PROCESSES, parallel__ranks=2, cluster__kind="process") as process:
+    ranks = {"parallel__ranks": 2, "cluster__kind": "process", "weights__transport": "direct"}
+    with async_training(run, **IN_PROCESSES, **ranks) as process:
         wait_for_lines(process, run, 1)
         assert undocumented([process.pid, *process.children()]) == []
         kill_roles(process, run, ["rank"], draw)
@@ -172,6 +173,7 @@ def test_async_twenty_kills_of_real_roles(run: TinyRun, seed: int, rank: int) ->
         "replicas__restarts": NUM_KILLS,
         "parallel__ranks": 2,
         "cluster__kind": "process",
+        "weights__transport": "direct",
     }
     roles = draw.choices(sorted(LOGS), k=NUM_KILLS)
     with async_training(run, **settings) as process:

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from offered_weights import TwoRanks
 
 from rl_core.errors import EngineError, WeightProofError
 from rl_core.weights import ProofTolerances, TensorTransport, check_receipt, digest_tensors, tensor_checksum
-from rl_core.weights.broadcast import BroadcastTransport
+from rl_core.weights.broadcast import BroadcastTransport, SenderOptions
 from rl_core.weights.ipc import IpcTransport, opened
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
@@ -44,6 +45,27 @@ def weights(model_dir: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(model_dir / "model.safetensors")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for the ranks and one for the engine")
+def test_an_engine_on_another_gpu_puts_together_what_two_ranks_hold(
+    model_dir: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    """Two senders of this process, each with a communicator of its own; nothing passes the host."""
+    host = EnginePlacement(environment={"CUDA_VISIBLE_DEVICES": "1"}, deadline_s=300)
+    engine = ProcessEngine("transformers", model_dir, ON_GPU, host=host)
+    ranks = TwoRanks(SenderOptions(backend="nccl", bucket_bytes=100_000))
+    asyncio.run(engine.start())
+    try:
+        for version in (1, 2):
+            sent = {name: tensor.cuda() for name, tensor in perturbed(weights, scale=0.02 * version).items()}
+            update = ranks.pack(sent, version=version, tied=TIED_HEAD)
+            receipt = asyncio.run(engine.update_weights(update))
+            check_receipt(update, receipt, tolerances=TOLERANCES)
+            assert set(generate(engine)[0].policy_versions.tolist()) == {version}
+    finally:
+        asyncio.run(engine.close())
+        ranks.end()
 
 
 @pytest.fixture

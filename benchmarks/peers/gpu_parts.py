@@ -18,11 +18,20 @@ from gpu_side import Job, Values
 from our_learner import batch_of as learner_batch
 
 from rl_core.queue import SharedMemoryQueue
-from rl_core.weights import BFLOAT16_TOLERANCES, PublishReport, TensorTransport, publish_weights
+from rl_core.weights import (
+    BFLOAT16_TOLERANCES,
+    PublishReport,
+    TensorTransport,
+    WeightTransport,
+    publish_weights,
+)
+from rl_core.weights.ipc import HostMemory, IpcTransport
 from rl_distill.learner import LearnerOptions
 from rl_distill.learners import Learners
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.supervised import supervised_objective
+from rl_rollout.engines import RolloutEngine
+from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
 
 ROUNDS = 3
@@ -30,10 +39,10 @@ CANARY_TOKENS, NUM_CANARIES = 32, 4
 
 
 class Published:
-    """A learner's weights to the transformers engine in the same process, with the whole proof."""
+    """A learner's weights to the transformers engine, with the whole proof."""
 
     def __init__(self, job: Job) -> None:
-        """Load the learner and the engine, and take a step, so that they differ."""
+        """Load the learner, and take a step, so that its weights are not those of the folder."""
         self._job = job
         # Everything made again in the one step: learner and engine share the memory that transformers' training needs.
         options = LearnerOptions(
@@ -41,14 +50,36 @@ class Published:
         )
         policy = MegatronLearner(Path(job.policy), options)
         self._learners = Learners(policy=policy, reference=None, critic=None, close=policy.close)
-        self._engine = TransformersEngine(Path(job.policy), TransformersOptions(dtype="bfloat16"))
-        asyncio.run(self._engine.start())
         rows = make_rows("4k", job.config, seed=0, is_short=job.is_short)
         policy.train_step(learner_batch(rows).select(np.arange(1)), supervised_objective)
 
-    def measure(self, row: str) -> Values:  # noqa: ARG002 - there is one
-        """Seconds from the learner's weights to their proof, the engine's canary among it; the median round's."""
-        rounds = [asyncio.run(self._publish(version)) for version in range(1, ROUNDS + 2)][1:]
+    def measure(self, row: str) -> Values:
+        """Seconds from the learner's weights to their proof, the engine's canary among it; the median round's.
+
+        Args:
+            row: "publish_and_prove", to an engine in this process, or "to_a_process", which opens the same memory.
+        """
+        options, folder = TransformersOptions(dtype="bfloat16"), Path(self._job.policy)
+        if row == "publish_and_prove":
+            return asyncio.run(self._published(TransformersEngine(folder, options), TensorTransport()))
+        engine = ProcessEngine("transformers", folder, options, host=EnginePlacement(deadline_s=120))
+        memory = HostMemory() if self._job.device.type == "cpu" else None
+        transport = IpcTransport(keeps=False, memory=memory)
+        try:
+            return asyncio.run(self._published(engine, transport))
+        finally:
+            transport.close()
+
+    def close(self) -> None:
+        """Close the learner."""
+        self._learners.close()
+
+    async def _published(self, engine: RolloutEngine, transport: WeightTransport) -> Values:
+        await engine.start()
+        try:
+            rounds = [await self._publish(engine, transport, version) for version in range(1, ROUNDS + 2)][1:]
+        finally:
+            await engine.close()
         seconds = {name: median(of[name] for of in rounds) for name in ("pack_s", "update_s", "proof_s", "wall_s")}
         last: PublishReport = rounds[-1]["report"]
         return {
@@ -61,16 +92,16 @@ class Published:
             "peak_memory_gib": peak_bytes() / GIB,
         }
 
-    async def _publish(self, version: int) -> dict[str, Any]:
+    async def _publish(self, engine: RolloutEngine, transport: WeightTransport, version: int) -> dict[str, Any]:
         draw = np.random.default_rng(version)
         vocab_size = self._job.config["vocab_size"]
         canaries = [draw.integers(0, vocab_size, CANARY_TOKENS, dtype=np.int32) for _ in range(NUM_CANARIES)]
         wait_for_device()
         started = time.perf_counter()
         canary = self._learners.canary(canaries)
-        update = self._learners.pack(TensorTransport(), version=version)
+        update = self._learners.pack(transport, version=version)
         packed = time.perf_counter()
-        report = await publish_weights(update, [self._engine], canary=canary, tolerances=BFLOAT16_TOLERANCES)
+        report = await publish_weights(update, [engine], canary=canary, tolerances=BFLOAT16_TOLERANCES)
         wait_for_device()
         return {
             "pack_s": packed - started,
@@ -79,11 +110,6 @@ class Published:
             "wall_s": time.perf_counter() - started,
             "report": report,
         }
-
-    def close(self) -> None:
-        """Close both."""
-        asyncio.run(self._engine.close())
-        self._learners.close()
 
 
 class Distilled:
@@ -116,7 +142,7 @@ class Distilled:
             "top_k": self._preset.top_k,
             "times_as_fast_as_full_softmax": ours["tokens_per_s"] / full["tokens_per_s"],
             "memory_of_full_softmax": ours["peak_memory_gib"] / max(full["peak_memory_gib"], 1e-9),
-            "loss_difference": abs(ours["loss"] - full["loss"]) / abs(full["loss"]),
+            "difference": abs(ours["loss"] - full["loss"]) / abs(full["loss"]),
         }
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ class Ours:
             **settings,
         )
         self._learner = make(policy, options)
+        self._min_shared = self._learner._min_shared
         self._vocab_size = int(preset.policy["vocab_size"])
 
     def repack(self, *, tokens: int, shares: bool) -> None:
@@ -52,9 +53,9 @@ class Ours:
             tokens: Most of a micro-batch.
             shares: Whether what rows share is computed once.
         """
-        least = LearnerOptions().shared_prefix_tokens if shares else 0
         learner = self._learner
-        learner._options = replace(learner._options, micro_batch_tokens=tokens, shared_prefix_tokens=least)
+        learner._options = replace(learner._options, micro_batch_tokens=tokens)
+        learner._min_shared = self._min_shared if shares else 0
 
     def close(self) -> None:
         """Free the model."""

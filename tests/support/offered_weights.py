@@ -16,7 +16,7 @@ from rl_core.weights.broadcast import (
     join_offers,
     receive_plan,
 )
-from rl_core.weights.rectangle_sums import whole_checksum
+from rl_core.weights.digests import tensor_checksum
 from rl_core.weights.update import Rectangle, WeightUpdate
 
 CPU = torch.device("cpu")
@@ -121,4 +121,4 @@ def assert_offered(
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
-        assert whole_checksum(found[name]) == update.digests[name].crc32c, name
+        assert tensor_checksum(found[name], "sums") == update.digests[name].checksum, name

@@ -82,6 +82,19 @@ def settings_with(changes: dict[str, Any]) -> Settings:
         ({"cluster.gpus_per_rank": -1}, "cluster.gpus_per_rank must be at least 0; found -1"),
         ({"trainer.epochs": 0}, "trainer.epochs must be at least 1; found 0"),
         ({"critic.value_clip": 0}, "critic.value_clip must be above 0; found 0"),
+        ({"weights.transport": "tcp"}, 'weights.transport = "tcp" is for engines in processes of their own'),
+        (
+            {"weights.transport": "direct", "rollout.placement": "process"},
+            "has each rank send what it holds, from a process of its own",
+        ),
+        (
+            {"weights.transport": "direct", "cluster.kind": "process", "policy.learner": "torch"},
+            "has each rank send what it holds, from a process of its own",
+        ),
+        (
+            {"weights.transport": "direct", "cluster.kind": "process", "trainer.offload": True},
+            "trainer.offload = true takes them away before the engine has them",
+        ),
         (
             {"algorithm.advantage": "gae", "policy.learner": "torch"},
             "needs a critic, which policy.learner",
@@ -101,6 +114,8 @@ def test_one_engine_beside_a_learner_of_one_rank_may_share_its_gpu() -> None:
 
 def test_four_ranks_in_processes_are_taken() -> None:
     check_values(settings_with({"parallel.ranks": 4, "parallel.tensor": 2, "cluster.kind": "process"}))
+    engines = {"rollout.placement": "process", "weights.transport": "direct"}
+    check_values(settings_with({"parallel.ranks": 2, "cluster.kind": "process", **engines}))
 
 
 def test_each_rank_has_a_gpu_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

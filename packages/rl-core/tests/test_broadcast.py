@@ -245,6 +245,14 @@ def test_an_engine_that_the_sender_gave_up_meets_it_anew(transport: BroadcastTra
     assert_arrived(receiver.take(update), update)
 
 
+def test_a_worker_on_a_cpu_says_why_nccl_does_not_reach_it(transport: BroadcastTransport) -> None:
+    update = transport.pack({"a": torch.ones(1)}, version=1, tied={})
+    assert update.broadcast is not None
+    by_nccl = dataclasses.replace(update.broadcast, backend="nccl")
+    with pytest.raises(TransferError, match=r"by NCCL, and this member .* is on a CPU"):
+        BroadcastGroup(by_nccl, "a group", rank=1, size=2, device=CPU)
+
+
 def test_a_meeting_is_plain_values(transport: BroadcastTransport) -> None:
     update = transport.pack({"a": torch.ones(1)}, version=1, tied={})
     assert update.broadcast is not None

@@ -16,14 +16,16 @@ from offered_weights import OfferedTo, held
 
 from rl_core.errors import TransferError, WeightProofError
 from rl_core.weights.broadcast import (
+    BroadcastReceiver,
     HeldRectangle,
     RankSender,
     SenderOptions,
     join_offers,
     receive_plan,
 )
-from rl_core.weights.rectangle_sums import digest_rectangle, join_digests, whole_checksum
-from rl_core.weights.update import Rectangle, WeightUpdate, digest_tensors
+from rl_core.weights.digests import digest_tensors, tensor_checksum
+from rl_core.weights.rectangle_sums import digest_rectangles, join_digests
+from rl_core.weights.update import Rectangle, WeightUpdate
 
 CPU = torch.device("cpu")
 OPTIONS = SenderOptions(bucket_bytes=100, deadline_s=60.0)
@@ -101,10 +103,10 @@ def test_the_digests_of_rectangles_make_that_of_the_tensor_however_it_is_cut(dat
     cut = [data.draw(st.integers(0, size)) for size in shape]
     tensor = torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
     parts = [held(tensor, one) for one in pieces("a", shape, cut)]
-    digests = [(one.rectangle, digest_rectangle(one.read(), one.rectangle, one.shape)) for one in parts]
-    (digest,) = join_digests(digests).values()
-    (expected,) = digest_tensors({"a": tensor}).values()
-    assert (digest.shape, digest.dtype, digest.crc32c) == (expected.shape, expected.dtype, whole_checksum(tensor))
+    digests = digest_rectangles((one.rectangle, one.shape, one.read()) for one in parts)
+    (digest,) = join_digests(zip([one.rectangle for one in parts], digests, strict=True)).values()
+    (expected,) = digest_tensors({"a": tensor}, kind="sums").values()
+    assert (digest.shape, digest.dtype, digest.checksum) == (expected.shape, expected.dtype, expected.checksum)
     np.testing.assert_allclose(digest.probe, expected.probe, rtol=0, atol=1e-3)
 
 
@@ -121,7 +123,7 @@ def test_rectangles_of_all_ranks_arrive_as_whole_tensors(num_ranks: int, bucket_
             assert list(found) == list(TENSORS)
             for name, tensor in TENSORS.items():
                 assert torch.equal(found[name], tensor)
-                assert whole_checksum(found[name]) == update.digests[name].crc32c
+                assert tensor_checksum(found[name], "sums") == update.digests[name].checksum
         ranks.tensors = {name: tensor + 0 for name, tensor in TENSORS.items()}
 
 
@@ -176,7 +178,7 @@ def test_a_wrong_rectangle_changes_the_checksum_of_its_tensor_alone(
     else:
         ranks.tensors["rows"][7, 3] += 1e-3
     (found,) = engine.take(update)
-    sums = {name: whole_checksum(tensor) == update.digests[name].crc32c for name, tensor in found.items()}
+    sums = {name: tensor_checksum(tensor, "sums") == update.digests[name].checksum for name, tensor in found.items()}
     assert sums == {"rows": False, "whole": True}
 
 
@@ -270,6 +272,26 @@ def test_a_rank_that_ends_midway_is_named(opened: ExitStack, engine: OfferedTo) 
     assert time.monotonic() - started < OPTIONS.deadline_s / 2  # the engine has left it too
     (found,) = engine.take(ranks.offer(2))
     assert torch.equal(found["whole"], TENSORS["whole"])
+
+
+def test_a_rank_that_leaves_between_its_answer_and_its_turn_holds_no_other_up(
+    ranks: Ranks, engine: OfferedTo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, go_on, told = ranks.offer(1), BroadcastReceiver.go_on, []
+
+    def leave_before_the_second(self: BroadcastReceiver, *, goes_on: bool = True) -> None:
+        told.append(goes_on)
+        if len(told) == 2:
+            raise TransferError("the sender of weights at 127.0.0.1 is gone")
+        go_on(self, goes_on=goes_on)
+
+    monkeypatch.setattr(BroadcastReceiver, "go_on", leave_before_the_second)
+    with pytest.raises(TransferError, match="is gone"):
+        engine.take(update)
+    started = time.monotonic()
+    for sender in ranks.senders:
+        sender.withdraw()
+    assert time.monotonic() - started < OPTIONS.deadline_s / 2
 
 
 def test_a_rank_that_is_gone_is_named_and_the_others_are_told(opened: ExitStack, engine: OfferedTo) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 from rl_distill.megatron import compiled as module
 from rl_distill.megatron import setup
 from rl_distill.megatron.attention.rotary import rotated
-from rl_distill.megatron.compiled import can_compile, compiled
 from rl_distill.megatron.head import Asked, head_scores
 from rl_distill.megatron.kernels import Kernels
+from rl_distill.megatron.layers.compiled import can_compile, compiled
+from rl_distill.megatron.layers.swiglu import fused_swiglu, fused_swiglu_grad, swiglu, swiglu_grad
 from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.megatron.swiglu import fused_swiglu, fused_swiglu_grad, swiglu, swiglu_grad
 from rl_distill.objectives.vocabulary_parts import VocabularyPart
 from rl_distill.options import LearnerOptions
 from rl_distill.supervised import supervised_objective
@@ -89,11 +89,11 @@ def turned(x: Tensor, *, tables: tuple[Tensor, Tensor], is_fused: bool) -> Tenso
     return rotated(x, *tables, is_fused=is_fused)
 
 
-def head(num_tokens: int, *, is_fused: bool) -> list[Tensor]:
+def head(num_tokens: int, *, is_fused: bool, **to: Any) -> list[Tensor]:
     """Scores and gradients, with entropy and without, at two temperatures, with padding of the vocabulary."""
     draw = torch.Generator().manual_seed(num_tokens)
-    leaves = [torch.randn(rows, 4, generator=draw).requires_grad_() for rows in (num_tokens, 11)]
-    targets = torch.randint(0, 10, (num_tokens,), generator=draw)
+    leaves = [torch.randn(rows, 4, generator=draw).to(**to).requires_grad_() for rows in (num_tokens, 11)]
+    targets = torch.randint(0, 10, (num_tokens,), generator=draw).to(leaves[0].device)
     out = []
     for temperature in (1.0, 0.7):
         asked = Asked(part=VocabularyPart(10), temperature=temperature, is_fused=is_fused, chunk_logits=4 * 11)
@@ -155,3 +155,28 @@ def test_a_fused_step_is_a_plain_one(
         assert found.loss == pytest.approx(expected.loss, rel=1e-6)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
     assert {"swiglu", "_rotate", "_statistics"} <= set(traced)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU; nox -s gpu needs its GPU build")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_on_a_gpu_compiled_passes_are_the_plain_ones(fresh: Path, dtype: torch.dtype, tolerance: float):
+    to = {"device": "cuda", "dtype": dtype}
+    with structlog.testing.capture_logs() as lines:
+        assert can_compile("cuda")
+        for num_tokens in (5, 1, 300):
+            for found, expected in fused_and_plain(num_tokens, **to):
+                scale = max(1.0, float(expected.abs().max()))
+                torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * scale)
+    assert not lines  # nothing was refused
+
+
+def fused_and_plain(num_tokens: int, **to: Any) -> list[tuple[Tensor, ...]]:
+    x, grad = torch.randn(num_tokens, 1, 96, **to), torch.randn(num_tokens, 1, 48, **to)
+    heads, tables = torch.randn(num_tokens, 1, 3, 8, **to), [torch.randn(num_tokens, 1, 1, n, **to) for n in (8, 4)]
+    return [
+        (fused_swiglu(x), swiglu(x)),
+        (fused_swiglu_grad(x, grad), swiglu_grad(x, grad)),
+        tuple(rotated(heads, *tables, is_fused=is_fused) for is_fused in (True, False)),
+        *zip(*(head(num_tokens, is_fused=is_fused, **to) for is_fused in (True, False)), strict=True),
+    ]

@@ -1,6 +1,7 @@
 """The head in one node of autograd against log_softmax of whole logits."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_distill.megatron.head import Asked, head_scores
+from rl_distill.megatron.head import Asked, OutputLayer, head_scores
+from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.objectives.divergences import DivergenceOptions
 from rl_distill.objectives.logit_divergence import LogitDivergence
 from rl_distill.objectives.teacher_tokens import TeacherTokens
 from rl_distill.objectives.vocabulary_parts import VocabularyPart
+from rl_distill.options import LearnerOptions
 
 NUM_TOKENS, NUM_CHANNELS, NUM_ROWS = 13, 6, 24
 VOCAB = 21
@@ -181,3 +184,14 @@ def test_no_array_of_all_logits_is_made():
         scores = head_scores(*leaves, targets=torch.zeros(num_tokens, dtype=torch.int64), asked=asked)
         (scores.logprobs.sum() + scores.entropy.sum()).backward()
     assert largest.num_elements == at_once * vocab
+
+
+def test_megatrons_hooks_see_the_head(untied_policy: Path, make_batch: Any):
+    """One of them waits until the weight has been gathered."""
+    seen = []
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: seen.append(type(module)))
+    try:
+        MegatronLearner(untied_policy, LearnerOptions()).logprobs(make_batch([5, 3]))
+    finally:
+        hook.remove()
+    assert seen.count(OutputLayer) == 1

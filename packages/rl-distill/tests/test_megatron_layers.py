@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from rl_distill.megatron.kernels import Kernels
-from rl_distill.megatron.norm import RMSNorm
-from rl_distill.megatron.swiglu import SwiGLU
+from rl_distill.megatron.layers.norm import RMSNorm
+from rl_distill.megatron.layers.swiglu import SwiGLU
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
 from rl_distill.objectives.vocabulary_parts import VocabularyPart
 

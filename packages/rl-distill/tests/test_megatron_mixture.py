@@ -17,7 +17,7 @@ from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.megatron.attention.buckets import PackedLayout, packed_layout
 from rl_distill.megatron.attention.rotary import rotary_frequencies
 from rl_distill.megatron.convert import Shard, blocks_of
-from rl_distill.megatron.mixture import SigmoidScores, route
+from rl_distill.megatron.mixtures.mixture import SigmoidScores, route
 from rl_distill.megatron.model_spec import PolicyLayer, block_spec, transformer_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")

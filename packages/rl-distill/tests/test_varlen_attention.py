@@ -41,6 +41,7 @@ def _kernels():
 class Config:
     kv_channels = HEAD_DIM
     context_parallel_size = 1
+    kernels = kernels.PLAIN
 
 
 def layouts(
@@ -49,7 +50,7 @@ def layouts(
     """Of the rows' forest: by buckets, and by flash attention."""
     forest = prefix_forest([np.array([ord(letter) for letter in row]) for row in rows], min_shared=1)
     positions = torch.arange(forest.num_computed, device=device) % 7
-    frequencies = 1.0 / 100 ** (torch.arange(0, rotated, 2) / rotated)
+    frequencies = 1.0 / 100 ** (torch.arange(0, rotated, 2, device=device) / rotated)
     return [
         packed_layout(positions, forest.offsets, frequencies=frequencies, head_counts=counts, spans=forest.spans)
         for counts in ((heads, groups), None)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -176,6 +176,29 @@ def test_a_replica_with_less_room_for_adapters_is_refused() -> None:
             await engine.add(ScriptedEngine({}, traits=replace(DEFAULT_TRAITS, max_lora_rank=4)))
 
     run_with([first], work)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_replicas_sleep_at_the_same_level_also_one_that_comes_later(level: Literal[1, 2]) -> None:
+    traits = replace(DEFAULT_TRAITS, can_sleep=True)
+    replicas = [ScriptedEngine(says(7), traits=traits) for _ in range(3)]
+
+    async def work(engine: ReplicatedEngine) -> None:
+        await engine.sleep(level)
+        await engine.add(replicas[2])
+        with pytest.raises(EngineError, match="sleeps"):
+            await replicas[2].generate(request())
+        await engine.wake()
+        for replica in replicas if level == 2 else ():
+            with pytest.raises(EngineError, match="slept at level 2"):
+                await replica.generate(request())
+        if level == 2:
+            update, canary = an_update(4)
+            await publish_to(engine, update, canary=canary, tolerances=EXACT)
+        for replica in replicas:
+            assert (await replica.generate(request()))[0].token_ids.tolist() == [7]
+
+    run_with(replicas[:2], work)
 
 
 # -- real engines in processes of their own

@@ -113,7 +113,7 @@ def test_a_rank_that_is_gone_leaves_the_engine_as_it_was(engine: TransformersEng
     update = ranks.pack(perturbed(tensors, scale=0.05), version=3, tied=TIED_HEAD)
     before = generate(engine, seed=4)[0]
     ranks.senders[1].close()
-    with pytest.raises(WeightsGoneError, match="rank 1 of the learner .*cannot be reached"):
+    with pytest.raises(WeightsGoneError, match=r"rank 1 of the learner .*cannot be reached"):
         asyncio.run(engine.update_weights(update))
     after = generate(engine, seed=4)[0]
     assert after.token_ids.tolist() == before.token_ids.tolist()
@@ -139,7 +139,7 @@ def test_a_rank_that_fails_midway_fails_the_engine_and_is_named(
     offers = [sender.offer(part, ranks.options, version=3) for sender, part in zip(ranks.senders, parts, strict=True)]
     update = join_offers(offers, tensors, version=3, tied=TIED_HEAD)
     broken.set()
-    with pytest.raises(EngineError, match="rank 1 of the learner: .*did not get through"):
+    with pytest.raises(EngineError, match=r"rank 1 of the learner: .*did not get through"):
         asyncio.run(engine.update_weights(update))
     with pytest.raises(EngineError, match="rank 1 of the learner"):
         generate(engine)

@@ -85,8 +85,13 @@ class BroadcastGroup:
             engine: Of the sender, to the workers' engine, which says nothing while they receive, unless it ends.
 
         Raises:
-            TransferError: The sender is gone.
+            TransferError: The sender is gone, or sends by NCCL to a CPU.
         """
+        if meeting.backend == "nccl" and device.type == "cpu":
+            raise TransferError(
+                f"weights come from a GPU at {meeting.host} by NCCL, and this member of broadcast group {name!r} is on "
+                'a CPU. Start the engine on a GPU, or take weights.transport = "tcp" or "file".'
+            )
         self._meeting, self._name, self._device = meeting, name, device
         self._is_sender = rank == SENDER
         self._connections = list(connections)

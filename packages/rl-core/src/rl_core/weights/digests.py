@@ -218,14 +218,15 @@ def _probed(tensor: "torch.Tensor", name: str = "") -> "torch.Tensor":
         values = values.T
     if values.ndim < 2:
         return values.float()
-    vector = _vector_on(values.shape[-1], values.device)
+    vector = probe_vector_on(values.shape[-1], values.device)
     rows = values.flatten(0, -2)
     parts = torch.split(rows, max(1, PROBED_AT_ONCE // max(1, values.shape[-1])))
     return torch.cat([part.float() @ vector for part in parts])
 
 
 @lru_cache(maxsize=64)
-def _vector_on(size: int, device: "torch.device") -> "torch.Tensor":
+def probe_vector_on(size: int, device: "torch.device") -> "torch.Tensor":
+    """`probe_vector` on a device, where it is kept."""
     return probe_vector(size).to(device)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from rl_core.errors import WeightProofError
 from rl_core.record_fields import record
-from rl_core.weights.rectangle_sums import RectangleDigest, digest_rectangle, join_digests
+from rl_core.weights.rectangle_sums import RectangleDigest, digest_rectangles, join_digests
 from rl_core.weights.sender import SenderOptions, WeightSender
 from rl_core.weights.update import Rectangle, WeightSource, WeightUpdate
 
@@ -66,7 +66,7 @@ class RankSender:
         elif options.num_receivers is not None:
             self._sender.expect(options.num_receivers)
         self._sender.withdraw()
-        digests = [digest_rectangle(one.read(), one.rectangle, one.shape) for one in held]
+        digests = digest_rectangles((one.rectangle, one.shape, one.read()) for one in held)
         self._sender.offer(version, _Reading(held))
         rectangles = [one.rectangle for one in held]
         source = WeightSource(sender=self._name, meeting=self._sender.meeting, rectangles=rectangles)

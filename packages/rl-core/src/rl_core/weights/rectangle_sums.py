@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from rl_core.data.records import FloatArray
 from rl_core.errors import ShapeError
 from rl_core.record_fields import record
-from rl_core.weights.digests import TensorDigest, probe_vector, sums_text
+from rl_core.weights.digests import TensorDigest, probe_vector_on, sums_text, to_host
 from rl_core.weights.update import Rectangle
 from rl_core.weights.word_sums import CHUNK_BYTES, MODULUS, WORD_BYTES, row_sums, word_sums
 
@@ -37,25 +37,30 @@ class RectangleDigest:
     probe: FloatArray
 
 
-def digest_rectangle(values: torch.Tensor, rectangle: Rectangle, shape: Sequence[int]) -> RectangleDigest:
-    """Digest of a rectangle of a vector or matrix.
+def digest_rectangles(parts: Iterable[tuple[Rectangle, Sequence[int], torch.Tensor]]) -> list[RectangleDigest]:
+    """Digest of each rectangle of a vector or matrix; the numbers of all on a device come to the host together.
 
     Args:
-        values: Its elements, contiguous, of `rectangle.sizes`.
-        rectangle: Where they are in the tensor.
-        shape: Of the tensor.
+        parts: Which rectangle, the shape of its tensor, and its elements, of `Rectangle.sizes`.
 
     Raises:
-        ShapeError: The tensor has more than two axes.
+        ShapeError: A tensor has more than two axes.
     """
-    if len(shape) > 2:
-        raise ShapeError(f"rectangles are of vectors and matrices; found {rectangle.name!r} of shape {list(shape)}.")
-    return RectangleDigest(
-        shape=tuple(shape),
-        dtype=str(values.dtype).removeprefix("torch."),
-        sums=unsigned(rectangle_sums(values, rectangle.offsets, shape)),
-        probe=_probe(values, rectangle, shape).cpu().numpy(),
-    )
+    shapes, dtypes, sums, probes = [], [], [], []
+    for rectangle, shape, values in parts:
+        if len(shape) > 2:
+            raise ShapeError(
+                f"rectangles are of vectors and matrices; found {rectangle.name!r} of shape {list(shape)}."
+            )
+        shapes.append(tuple(shape))
+        dtypes.append(str(values.dtype).removeprefix("torch."))
+        sums.append(rectangle_sums(values, rectangle.offsets, shape))
+        probes.append(_probe(values, rectangle, shape))
+    numbers = to_host([*sums, *probes])
+    return [
+        RectangleDigest(shape=shape, dtype=dtype, sums=_unsigned(of_sums), probe=probe.numpy())
+        for shape, dtype, of_sums, probe in zip(shapes, dtypes, numbers[: len(sums)], numbers[len(sums) :], strict=True)
+    ]
 
 
 def join_digests(parts: Iterable[tuple[Rectangle, RectangleDigest]]) -> dict[str, TensorDigest]:
@@ -66,7 +71,7 @@ def join_digests(parts: Iterable[tuple[Rectangle, RectangleDigest]]) -> dict[str
     return {name: _joined(of_tensor) for name, of_tensor in by_name.items()}
 
 
-def unsigned(sums: torch.Tensor) -> tuple[int, int]:
+def _unsigned(sums: torch.Tensor) -> tuple[int, int]:
     """The two sums as numbers from 0 on."""
     first, second = sums.tolist()
     return first % MODULUS, second % MODULUS
@@ -114,6 +119,6 @@ def _probe(values: torch.Tensor, rectangle: Rectangle, shape: Sequence[int]) -> 
     if len(shape) < 2:
         return values.detach().float().reshape(-1)
     first, width = rectangle.offsets[1], rectangle.sizes[1]
-    vector = probe_vector(shape[1])[first : first + width].to(values.device)
+    vector = probe_vector_on(shape[1], values.device)[first : first + width]
     parts = torch.split(values.detach(), max(1, CHUNK_WORDS // max(1, width)))
     return torch.cat([part.float() @ vector for part in parts])

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
-from rl_distill.megatron.compiled import compiled
-from rl_distill.megatron.experts import gradient_elsewhere
+from rl_distill.megatron.layers.compiled import compiled
+from rl_distill.megatron.mixtures.experts import gradient_elsewhere
 from rl_distill.objectives.chunked_head import added_product
 from rl_distill.objectives.logit_divergence import LogitDivergence, TokenComparison
 from rl_distill.objectives.teacher_tokens import TeacherTokens
@@ -33,9 +33,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def logits_at_once(device: torch.device) -> int:
-    """How many logits suit a device."""
-    return KEPT_LOGITS if device.type == "cpu" else CHUNK_LOGITS
+def logits_at_once(device: torch.device, *, is_alone: bool = False) -> int:
+    """How many logits suit a device; where a comparison is alone, which needs fewer arrays, twice as many on a CPU."""
+    if device.type != "cpu":
+        return CHUNK_LOGITS
+    return 2 * KEPT_LOGITS if is_alone else KEPT_LOGITS
 
 
 class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]

@@ -193,7 +193,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             divergence=divergence,
             targets=placed.targets,
             temperature=wanted.temperature,
-            chunk_logits=2 * logits_at_once(hidden.device),
+            chunk_logits=logits_at_once(hidden.device, is_alone=True),
         )
         found: HeadResult = self.output_layer(compute, self._head())
         measured = {MEASURED + name: value for name, value in found.comparison._asdict().items()}

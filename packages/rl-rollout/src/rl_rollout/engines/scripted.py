@@ -14,6 +14,7 @@ from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, TokenScores
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
 from rl_rollout.engines.response_text import Decode, ResponseText
+from rl_rollout.engines.rest import Rest
 from rl_rollout.engines.stepper import Sample
 
 Script = (
@@ -72,7 +73,7 @@ class ScriptedEngine:
         self._version = 0
         self._waiting: dict[asyncio.Future[None], str | None] = {}
         self._resumed: asyncio.Event | None = None
-        self._is_asleep = False
+        self._rest = Rest()
         self._is_started = False
         self._is_closed = False
 
@@ -93,7 +94,7 @@ class ScriptedEngine:
 
     async def _generate(self, request: GenerateRequest) -> list[Generation]:
         check_request(request, self.traits)
-        self._require_awake()
+        self._rest.check()
         self.requests.append(request)
         return list(await asyncio.gather(*(self._respond(request, index) for index in range(request.num_samples))))
 
@@ -101,7 +102,7 @@ class ScriptedEngine:
         """See `RolloutEngine.score`."""
         for sequence in sequences:
             check_sequence(sequence, self.traits)
-        self._require_awake()
+        self._rest.check()
         if self._resumed is not None:
             await self._resumed.wait()
         return [self._score(sequence) for sequence in sequences]
@@ -119,7 +120,9 @@ class ScriptedEngine:
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`."""
         self.traits  # noqa: B018 - raises unless started
+        self._rest.check(update)
         receipt = self._receive(update)
+        self._rest.lacks_weights = False
         self.updates.append(update)
         self._version = update.version
         return receipt
@@ -152,24 +155,20 @@ class ScriptedEngine:
         """See `RolloutEngine.reset_prefix_cache`; a script keeps none."""
         self.traits  # noqa: B018
 
-    async def sleep(self, level: Literal[1, 2] = 1) -> None:  # noqa: ARG002 - it has no weights
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
         """See `RolloutEngine.sleep`."""
         if not self.traits.can_sleep or self._waiting:
             raise EngineError(f"{self.traits.name} cannot sleep, or has {len(self._waiting)} samples running.")
-        self._is_asleep = True
+        self._rest.begin(level)
 
     async def wake(self) -> None:
         """See `RolloutEngine.wake`."""
-        self._is_asleep = False
+        self._rest.is_asleep = False
 
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
         self._is_closed = True
         await self.abort_all()
-
-    def _require_awake(self) -> None:
-        if self._is_asleep:
-            raise EngineError("the engine sleeps; wake it before it is asked.")
 
     async def _respond(self, request: GenerateRequest, index: int) -> Generation:
         sampling = request.samplings[index]

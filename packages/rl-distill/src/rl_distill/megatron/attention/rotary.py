@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_distill.architecture.policy_config import Llama3RopeScaling, PolicyConfig
-from rl_distill.megatron.compiled import compiled
+from rl_distill.megatron.layers.compiled import compiled
 
 
 def rotary_frequencies(config: PolicyConfig) -> Tensor:

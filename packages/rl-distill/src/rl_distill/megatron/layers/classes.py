@@ -6,7 +6,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 
 from rl_core.errors import SettingsError
 from rl_distill.megatron.kernels import Kernels
-from rl_distill.megatron.norm import RMSNorm
+from rl_distill.megatron.layers.norm import RMSNorm
 
 
 class Layers(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from rl_distill.megatron.compiled import compiled
+from rl_distill.megatron.layers.compiled import compiled
 
 
 class _SwiGLUFunction(torch.autograd.Function):

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from rl_distill.architecture.mixture_config import SigmoidRouting
 from rl_distill.architecture.policy_config import PolicyConfig
-from rl_distill.megatron.dispatcher import LocalDispatcher
-from rl_distill.megatron.experts import Experts
+from rl_distill.megatron.mixtures.dispatcher import LocalDispatcher
+from rl_distill.megatron.mixtures.experts import Experts
 
 _DISPATCHER = {"moe_token_dispatcher_type": "alltoall"}
 """variable_seq_lengths asks for it, in dense policies too."""
