@@ -106,6 +106,13 @@ def test_ranks_and_critic(policy: Path) -> None:
     assert f"  critic     {memory:.2f} GiB on each of 4 ranks, like the learner, for " in text
 
 
+def test_what_layers_keep_on_a_gpu_is_said_where_it_is_known(policy: Path) -> None:
+    said = "GiB on a GPU for what its layers keep of full micro-batches"
+    assert said in describe_plan(plan_settings(policy, learner={"dtype": "bfloat16"}), COUNTS)
+    for other in ({"dtype": "float32"}, {"dtype": "bfloat16", "kernels": "plain"}):
+        assert said not in describe_plan(plan_settings(policy, learner=other), COUNTS)
+
+
 def test_a_mixture_of_every_kind(tmp_path: Path) -> None:
     policy, dense = make_model(tmp_path / "mixture", **EXPERTS), make_model(tmp_path / "dense")
     changes = {

@@ -5,6 +5,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -119,9 +120,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         model = build(plan, is_large=case["is_large"])
         found = _step(model, share, case["objective"]) if case["steps"] else {}
         if case["length"]:
-            found["step_memory"] = step_memory(
-                model, lambda: model.train_step(share, POLICY, temperature=1.0, with_entropy=True)
-            )
+            train = partial(model.train_step, share, POLICY, temperature=1.0, with_entropy=True)
+            train()  # makes Adam's moments
+            found["step_memory"] = step_memory(model, train)
         return found | _tensors_of(model) | {"operations": sorted(mode.operations)}
 
 

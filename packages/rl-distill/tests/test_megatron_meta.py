@@ -94,7 +94,7 @@ RECOMPUTES = ("none", "selective", "full")
 
 
 def matrix(families: dict[str, Any], layouts: dict[str, ParallelOptions]) -> list[Any]:
-    """All of it; every third of its cases, which have each pair of a layout and a recomputation, is not a soak test."""
+    """All of it; every sixth case is not a soak test: of six families, each pair of a layout and a recomputation."""
     return [
         pytest.param(
             layout, family, how, id=f"{layout}-{family}-{how}", marks=[pytest.mark.soak] if (i + j + k) % 6 else []
@@ -240,15 +240,15 @@ MIXTURE_SIZES = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_
     ],
 )
 def test_layers_keep_what_is_planned(family: str, layout: str, how: str, ask: Ask) -> None:
-    """By torch's MemTracker: two more layers raise the peak of a step by what the plan says of two, within 5 %."""
+    """By torch's MemTracker: one more layer raises the peak of a step by what the plan says of it, within 5 %."""
     case, parallel, tokens = (DENSE | MIXTURES)[family]["policy"] | SIZES, LAYOUTS[layout], 4 * 256
     if family in MIXTURES:
         case |= MIXTURE_SIZES
     options = LearnerOptions(dtype="bfloat16", recompute=how, micro_batch_tokens=tokens)  # type: ignore[arg-type]
     measured, planned = [], []
-    for num_layers in (4, 6):
+    for num_layers in (2, 3):
         policy = case | {"num_hidden_layers": num_layers}
-        found = ask(policy, parallel, options={"recompute": how}, steps=1, is_large=True, length=256)
+        found = ask(policy, parallel, options={"recompute": how}, steps=0, is_large=True, length=256)
         assert "error" not in found, found["error"]
         measured.append(found["step_memory"])
         planned += kept_activations(parse_policy_config(policy), parallel, options)

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from rl_distill.architecture.activation_memory import kept_activations
 from rl_distill.architecture.mixture_config import MixtureConfig
 from rl_distill.architecture.model_memory import rank_memory
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.architecture.tensor_shapes import count_parameters
-from rl_distill.options import ParallelOptions
+from rl_distill.options import LearnerOptions, ParallelOptions
 
 DENSE = PolicyConfig(
     architecture="Qwen3MoeForCausalLM",
@@ -61,3 +62,18 @@ def test_stages_have_what_is_theirs(is_tied: bool) -> None:
     assert last.weights == first.weights + 4 * 2048  # the last norm; both have a matrix of the vocabulary's size
     stages = rank_memory(config, ParallelOptions(ranks=2, pipeline=2), dtype="float32", kind="critic")
     assert stages[1].weights == last.weights - 4 * 151_936 * 2048 + 4 * 2049
+
+
+def test_layers_keep_what_their_nodes_save() -> None:
+    """Of a dense layer, in values of 2 bytes: norms, attention and feed-forward part; then float32 of each head."""
+    options = LearnerOptions(dtype="bfloat16", micro_batch_tokens=100)
+    norms, attention, feed_forward = 4 * 2048, 4 * 4096 + 3 * 512 + 192, 3 * 6144
+    layer = 2 * (norms + attention + feed_forward) + 4 * (32 + 32 + 4)
+    assert kept_activations(DENSE, ParallelOptions(), options) == [48 * 100 * layer]
+    # The first of two stages has begun two micro-batches before it finishes one.
+    assert kept_activations(DENSE, ParallelOptions(ranks=2, pipeline=2), options) == [
+        48 * 100 * layer,
+        24 * 100 * layer,
+    ]
+    full = replace(options, recompute="full")
+    assert kept_activations(DENSE, ParallelOptions(), full) == [48 * 100 * 2 * 2048]

@@ -4,6 +4,7 @@
 `rl_distill.torch_learner` the learners. This module loads neither them nor torch, so that settings nest options.
 """
 
+from rl_distill.architecture.activation_memory import kept_activations
 from rl_distill.architecture.flops import forward_flops
 from rl_distill.architecture.lora_targets import adapted_modules, adapter_size
 from rl_distill.architecture.model_memory import rank_memory
@@ -24,6 +25,7 @@ __all__ = [
     "check_ranks",
     "count_parameters",
     "forward_flops",
+    "kept_activations",
     "parse_policy_config",
     "rank_memory",
     "read_policy_config",

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Literal
 
 from rl_core.cluster import count_room, describe_shares, machine_shares
-from rl_distill import LoraOptions, PolicyConfig, count_parameters, parse_policy_config, rank_memory, read_policy_config
+from rl_distill import (
+    LoraOptions,
+    PolicyConfig,
+    count_parameters,
+    kept_activations,
+    parse_policy_config,
+    rank_memory,
+    read_policy_config,
+)
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
 from rl_trainer_parts.commands.adapter_plan import describe_adapter
@@ -229,6 +237,7 @@ def _memory(settings: Settings) -> Iterator[str]:
     engine = count_parameters(policy).total * BYTES[settings.engine.dtype]
     yield f"Memory, without activations, for {_parameters(policy)}"
     yield f"  learner    {_on_ranks(settings, policy, 'policy')} (weights, gradients, optimizer)"
+    yield from _activations(settings, policy)
     if needs_critic(settings):
         critic = _config(settings.critic.path or settings.policy.path)
         yield f"  critic     {_on_ranks(settings, critic, 'critic')}, like the learner, for {_parameters(critic)}"
@@ -259,6 +268,15 @@ def _on_ranks(settings: Settings, config: PolicyConfig, kind: Literal["policy", 
     which = "each" if len(set(stages)) == 1 else "the fullest"
     where = f" on {which} of {parallel.ranks} ranks" if parallel.ranks > 1 else ""
     return f"{max(map(sum, stages)) / GIB:.2f} GiB{where}"
+
+
+def _activations(settings: Settings, config: PolicyConfig) -> Iterator[str]:
+    """What a GPU's layers keep besides; of other kernels and dtypes it depends on the lengths."""
+    learner = settings.learner
+    is_known = settings.policy.learner == "megatron" and learner.kernels != "plain" and learner.dtype == "bfloat16"
+    if is_known and not settings.lora.rank:
+        kept = max(kept_activations(config, settings.parallel, learner))
+        yield f"             and {kept / GIB:.2f} GiB on a GPU for what its layers keep of full micro-batches"
 
 
 def _experts(settings: Settings) -> Iterator[str]:

@@ -26,7 +26,7 @@ def kept_activations(config: PolicyConfig, parallel: ParallelOptions, options: L
     found = []
     chunk = config.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
     for stage in range(parallel.pipeline):
-        total = 0
+        total = 0.0
         for virtual in range(parallel.virtual_pipeline):
             first = (virtual * parallel.pipeline + stage) * chunk
             total += sum(_layer(config, parallel, options, layer) for layer in range(first, first + chunk))
