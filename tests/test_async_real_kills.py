@@ -142,13 +142,16 @@ def test_async_roles_killed_amid_partial_rollouts(run: TinyRun, seed: int) -> No
 
 
 def test_async_a_killed_rank_starts_the_learner_again(undisturbed: TinyRun, run: TinyRun, seed: int) -> None:
-    """What the other rank holds is of no use alone: the learner goes on from its checkpoint, with both."""
+    """What the other rank holds is of no use alone: the learner goes on from its checkpoint, with both.
+
+    Ranks send their own weights, also to an engine that is started again.
+    """
     draw = random.Random(seed)
     ranks = {"parallel__ranks": 2, "cluster__kind": "process", "weights__transport": "direct"}
     with async_training(run, **IN_PROCESSES, **ranks) as process:
         wait_for_lines(process, run, 1)
         assert undocumented([process.pid, *process.children()]) == []
-        kill_roles(process, run, ["rank"], draw)
+        kill_roles(process, run, ["engine", "rank"], draw)
         assert process.wait() == 0, f"seed {seed}:\n{process.text}"
         assert process.leftovers() == []
     (death,) = [event for event in read_events(run.run_folder / "events.jsonl") if event["event"] == "role_died"]
