@@ -16,6 +16,7 @@ from offered_weights import OfferedTo, held
 
 from rl_core.errors import TransferError, WeightProofError
 from rl_core.weights.broadcast import (
+    BroadcastReceiver,
     HeldRectangle,
     RankSender,
     SenderOptions,
@@ -271,6 +272,26 @@ def test_a_rank_that_ends_midway_is_named(opened: ExitStack, engine: OfferedTo) 
     assert time.monotonic() - started < OPTIONS.deadline_s / 2  # the engine has left it too
     (found,) = engine.take(ranks.offer(2))
     assert torch.equal(found["whole"], TENSORS["whole"])
+
+
+def test_a_rank_that_leaves_between_its_answer_and_its_turn_holds_no_other_up(
+    ranks: Ranks, engine: OfferedTo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, go_on, told = ranks.offer(1), BroadcastReceiver.go_on, []
+
+    def leave_before_the_second(self: BroadcastReceiver, *, goes_on: bool = True) -> None:
+        told.append(goes_on)
+        if len(told) == 2:
+            raise TransferError("the sender of weights at 127.0.0.1 is gone")
+        go_on(self, goes_on=goes_on)
+
+    monkeypatch.setattr(BroadcastReceiver, "go_on", leave_before_the_second)
+    with pytest.raises(TransferError, match="is gone"):
+        engine.take(update)
+    started = time.monotonic()
+    for sender in ranks.senders:
+        sender.withdraw()
+    assert time.monotonic() - started < OPTIONS.deadline_s / 2
 
 
 def test_a_rank_that_is_gone_is_named_and_the_others_are_told(opened: ExitStack, engine: OfferedTo) -> None:

@@ -203,8 +203,12 @@ class WeightSources:
                 with suppress(TransferError):
                     receiver.go_on(goes_on=False)
             raise
-        for receiver in asked:
-            receiver.go_on()
+        try:
+            for receiver in asked:
+                receiver.go_on()
+        except TransferError:
+            self.close()  # the others must not wait for workers that do not come
+            raise
         return [JoinedSource(one.meeting, self._receivers[one.meeting].name, one.sender) for one in sources]
 
     def close(self) -> None:

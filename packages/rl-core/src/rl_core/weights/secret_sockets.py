@@ -168,6 +168,13 @@ def receive_into(connection: socket.socket, content: memoryview, *, ends_at: flo
         content = content[count:]
 
 
+def is_readable(connection: socket.socket) -> bool:
+    """Whether the other side has sent something that waits, or is gone."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        return bool(selector.select(0))
+
+
 def wait_readable(connection: socket.socket, *, unless: socket.socket | None) -> None:
     """Wait until the other side has sent something, or is gone, for as long as another connection is silent.
 

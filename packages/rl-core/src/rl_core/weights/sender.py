@@ -11,6 +11,7 @@ import math
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -19,12 +20,14 @@ import torch
 from rl_core.errors import NotReadyError, RLError, TransferError
 from rl_core.record_fields import settings_record
 from rl_core.weights.broadcast_group import SENDER, BroadcastGroup
-from rl_core.weights.secret_sockets import SECRET_BYTES, Listener, hang_up, receive_message, send_message
+from rl_core.weights.secret_sockets import SECRET_BYTES, Listener, hang_up, is_readable, receive_message, send_message
 from rl_core.weights.update import Broadcast
 
 log = logging.getLogger(__name__)
 
 MAX_WORKERS = 4096
+LOOK_S = 0.05
+"""How often it is looked whether an engine whose workers are missing is still there."""
 DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 
@@ -227,11 +230,14 @@ class WeightSender:
                 self._changed.notify_all()
 
     def _meet(self, name: str, engine: _Engine) -> BroadcastGroup:
+        ends_at = time.monotonic() + self.meeting.deadline_s
         with self._changed:
-            if not self._changed.wait_for(lambda: engine.is_whole, self.meeting.deadline_s):
+            while not engine.is_whole and time.monotonic() < ends_at and not is_readable(engine.connection):
+                self._changed.wait(LOOK_S)  # an engine that left says nothing else
+            if not engine.is_whole:
                 raise TransferError(
-                    f"{len(engine.workers)} of {engine.num_workers} workers of engine {name} came within "
-                    f"{self.meeting.deadline_s:g} s"
+                    f"{len(engine.workers)} of {engine.num_workers} workers of engine {name} came before it left, or "
+                    f"within {self.meeting.deadline_s:g} s"
                 )
         workers = [connection for _, connection in sorted(engine.workers.items())]
         return BroadcastGroup(

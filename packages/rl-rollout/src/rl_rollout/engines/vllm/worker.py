@@ -47,14 +47,17 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def replace_all_weights(
-        self, source: Mapping[str, torch.Tensor] | Path, tied: Iterable[str], kinds: Mapping[str, ChecksumKind]
+        self,
+        source: Mapping[str, torch.Tensor] | Path,
+        tied: Iterable[str],
+        kinds: Mapping[str, ChecksumKind] = MappingProxyType({}),
     ) -> dict[str, str]:
         """Load every tensor of the model, by Hugging Face name.
 
         Args:
             source: The tensors, or a safetensors file that holds them.
             tied: Names among them that the model serves from another tensor.
-            kinds: What checksum to compute of each.
+            kinds: What checksum to compute of each; crc32c where none is named.
 
         Returns:
             Checksum of each tensor as this rank got it.
