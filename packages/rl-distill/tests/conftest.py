@@ -125,7 +125,8 @@ def one_rank() -> None:
     """megatron's groups of this process alone."""
     install_cpu_compatibility()
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"  # as learners of the same process
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(1, 1)
         tensor_parallel.model_parallel_cuda_manual_seed(0)
