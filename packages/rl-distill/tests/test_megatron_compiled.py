@@ -11,11 +11,11 @@ import structlog
 import torch
 from torch import Tensor
 
-from rl_distill.megatron import compiled as module
 from rl_distill.megatron import setup
 from rl_distill.megatron.attention.rotary import rotated
 from rl_distill.megatron.head import Asked, head_scores
 from rl_distill.megatron.kernels import Kernels
+from rl_distill.megatron.layers import compiled as module
 from rl_distill.megatron.layers.compiled import can_compile, compiled
 from rl_distill.megatron.layers.swiglu import fused_swiglu, fused_swiglu_grad, swiglu, swiglu_grad
 from rl_distill.megatron.learner import MegatronLearner
