@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.data import Batch
+from rl_core.data import Batch, Ragged
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
 from rl_distill.testing import install_cpu_kernels
@@ -17,6 +17,7 @@ from rl_distill.testing import install_cpu_kernels
 OPTIONS = LearnerOptions(
     learning_rate=1e-3, micro_batch_tokens=24, num_threads=1, eps=1e-6, shared_prefix_tokens=1, kernels="plain"
 )
+KINDS = ("fused", "plain")
 LENGTHS = (7, 3, 12, 3, 5, 1, 9, 12, 4, 6)
 
 
@@ -78,3 +79,21 @@ def test_a_critic_in_bfloat16_trains(tied_policy: Path, make_batch: Callable[...
         found, expected = (critic.train_step(batch, squared_error) for critic in (fused, plain))
         assert found.loss == pytest.approx(expected.loss, rel=1e-2)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=3e-2)
+
+
+@pytest.mark.parametrize("policy", ["tied_policy", "mixture_policy"])
+def test_micro_batches_without_a_trained_token_are_the_same(
+    policy: str, make_batch: Callable[..., Batch], request: pytest.FixtureRequest
+):
+    folder = request.getfixturevalue(policy)
+    fused, plain = (MegatronLearner(folder, replace(OPTIONS, micro_batch_tokens=8, kernels=k)) for k in KINDS)
+    ones = make_batch((1, 1))
+    np.testing.assert_array_equal(fused.logprobs(ones).values, plain.logprobs(ones).values)
+    batch = make_batch((8, 8, 8))
+    trained = batch.ragged("loss_mask")
+    mask = Ragged(trained.values & (np.arange(len(trained.values)) >= 8), trained.offsets)
+    weights = Ragged(batch.ragged("loss_weights").values * mask.values, mask.offsets)
+    untrained = batch.with_columns({"loss_mask": mask, "loss_weights": weights})
+    found, expected = (x.train_step(untrained, policy_gradient) for x in (fused, plain))
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)

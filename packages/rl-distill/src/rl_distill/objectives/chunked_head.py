@@ -23,6 +23,8 @@ from rl_distill.objectives.vocabulary import vocabulary_logprobs
 CHUNK_LOGITS = 2**26
 """Logits of a chunk, by default: what is there at once, in one array, of a whole distribution in several."""
 TARGETS_AT_ONCE = 16
+"""On a CPU, whose cache has them; a GPU, for which each pass is a launch, takes `GPU_TARGETS_AT_ONCE`."""
+GPU_TARGETS_AT_ONCE = 1024
 
 
 class HeadResult(NamedTuple):
@@ -127,9 +129,10 @@ def _one_chunk(hidden: Tensor, weight: Tensor, rows: slice, work: _Work, buffer:
 
 def _of_targets(logits: Tensor, targets: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
     """Logprobs and entropy, a few tokens at a time, for that takes several arrays as wide as the logits."""
+    count = TARGETS_AT_ONCE if logits.device.type == "cpu" else GPU_TARGETS_AT_ONCE
     found = [
         vocabulary_logprobs(few, ids, temperature=work.temperature, part=work.divergence.part)
-        for few, ids in zip(torch.split(logits, TARGETS_AT_ONCE), torch.split(targets, TARGETS_AT_ONCE), strict=True)
+        for few, ids in zip(torch.split(logits, count), torch.split(targets, count), strict=True)
     ]
     logprobs, entropy = (torch.cat(of_all) for of_all in zip(*found, strict=True))
     return logprobs, entropy

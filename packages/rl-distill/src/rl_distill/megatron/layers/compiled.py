@@ -65,8 +65,11 @@ class _Compiled(Generic[P, R]):
 
 
 def _compile(function: Callable[P, R]) -> Callable[P, R]:
-    """In this process: every rank's own pool of compiling processes would take longer to start than it saves."""
-    return torch.compile(function, dynamic=True, options={"compile_threads": 1})
+    """In this process: every rank's own pool of compiling processes would take longer to start than it saves.
+
+    Whole, so that a function of which it has compiled too many forms is refused with a word, not computed as it is.
+    """
+    return torch.compile(function, dynamic=True, fullgraph=True, options={"compile_threads": 1})
 
 
 def _tell(error: Exception, **of: str) -> None:

@@ -45,7 +45,7 @@ def swiglu_grad(x: Tensor, grad: Tensor) -> Tensor:
 def fused_swiglu(x: Tensor) -> Tensor:
     """As `swiglu`, in one pass where it can be compiled."""
     out: Tensor = compiled(swiglu, x.device.type)(x.detach().flatten(0, -2))
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
 def fused_swiglu_grad(x: Tensor, grad: Tensor) -> Tensor:
