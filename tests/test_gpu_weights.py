@@ -155,7 +155,7 @@ def test_memory_comes_back_also_where_the_engine_died(hosted: ProcessEngine, wei
     asyncio.run(hosted.update_weights(update))
     os.kill(hosted.pid, signal.SIGKILL)
     transport.close()
-    assert torch.cuda.memory_allocated() <= before
+    assert torch.cuda.memory_allocated() <= before + 2**20
 
 
 def test_weights_of_another_gpu_are_refused(weights: dict[str, torch.Tensor]) -> None:

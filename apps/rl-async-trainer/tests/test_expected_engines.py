@@ -18,15 +18,18 @@ from rl_core.cluster import ClusterOptions, RoleSpec, open_cluster
 from rl_core.errors import NotReadyError
 from rl_core.weights.broadcast import BroadcastReceiver, BroadcastTransport
 from rl_core.weights.broadcast_group import BroadcastGroup
+from rl_distill.learners import Learners
 
 
 class Host(LearnerHost):
-    """A learner host without learners, which has a transport from its start on."""
+    """A learner host without a policy, which has a transport from its start on."""
 
     opened: BroadcastTransport
 
     def __init__(self) -> None:
         """Nothing is started."""
+        nothing: Any = None
+        self.learners = Learners(policy=nothing, reference=None, critic=None, close=lambda: None)
 
     async def start(self, checkpoint: Path | None) -> int:
         """Open the transport, for one engine."""

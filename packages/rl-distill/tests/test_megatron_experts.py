@@ -37,6 +37,7 @@ COUNTS = {
     "no tokens": [0, 0, 0, 0],
 }
 TURNS, GROUPED = Kernels(experts="turns"), Kernels(experts="grouped")
+FUSED = Kernels(experts="grouped", is_fused=True)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -91,14 +92,14 @@ def computed(experts: Experts, counts: list[int], *, seed: int = 4) -> dict[str,
     return found
 
 
-def computed_by_megatron(experts: Experts, counts: list[int]) -> dict[str, Tensor]:
+def computed_by_megatron(experts: Experts, counts: list[int], grad: Tensor | None = None) -> dict[str, Tensor]:
     theirs = megatrons(experts.config)
     for index, expert in enumerate(theirs.local_experts):
         expert.linear_fc1.weight.data.copy_(experts.linear_fc1[index])
         expert.linear_fc2.weight.data.copy_(experts.linear_fc2[index])
-    tokens, shares, grad = inputs(counts, experts.linear_fc1.dtype)
+    tokens, shares, drawn = inputs(counts, experts.linear_fc1.dtype)
     out, _ = theirs(tokens, torch.tensor(counts), shares)
-    out.backward(grad)
+    out.backward(drawn if grad is None else grad)
     found = {"out": out.detach(), "tokens": tokens.grad, "shares": shares.grad}
     for name in ("linear_fc1", "linear_fc2"):
         found[name] = torch.stack([getattr(expert, name).weight.grad for expert in theirs.local_experts])
@@ -109,6 +110,17 @@ def with_buffers(experts: Experts) -> Experts:
     for parameter in experts.parameters():
         parameter.main_grad = torch.ones(parameter.shape)
     return experts
+
+
+@pytest.mark.parametrize("counts", [COUNTS["all"], COUNTS["no tokens"]])
+@pytest.mark.parametrize("kernels", [TURNS, GROUPED, FUSED], ids=["in turn", "grouped", "fused"])
+def test_an_expanded_gradient_and_no_tokens_are_taken(counts: list[int], kernels: Kernels, mixture_policy: Path):
+    experts = make_experts(mixture_policy, kernels=kernels)
+    tokens, shares, _ = inputs(counts, torch.float32)
+    out, _ = experts(tokens, torch.tensor(counts), shares)
+    out.sum().backward()
+    expected = computed_by_megatron(experts, counts, grad=torch.ones_like(out))
+    torch.testing.assert_close(tokens.grad, expected["tokens"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("expert", [1, 2])

@@ -208,6 +208,8 @@ class IpcTransport:
         for bucket in self._buckets:
             _stamp_of(bucket).zero_()  # who opens it late must not take what comes into this memory next
         self._buckets = []
+        if self._memory.device.type == "cuda":
+            torch.cuda.empty_cache()  # torch would keep it for this process; the engine needs it now
 
     def _require_here(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():

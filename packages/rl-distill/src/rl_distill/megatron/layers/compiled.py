@@ -48,26 +48,30 @@ def can_compile(device_type: str) -> bool:
 
 
 class _Compiled(Generic[P, R]):
-    """A compiled function, until the compiler refuses it."""
+    """A compiled function, until the compiler refuses it; forms beyond its limit are computed as they are."""
 
     def __init__(self, function: Callable[P, R], plain: Callable[P, R]) -> None:
         self._compiled, self._plain = _compile(function), plain
-        self._is_refused = False
+        self._is_refused = self._is_told = False
+        dynamo = torch._dynamo.exc
+        self._refusals = (dynamo.TorchDynamoException, dynamo.FailOnRecompileLimitHit)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if not self._is_refused and not any(isinstance(one, FakeTensor) for one in args):
             try:
                 return self._compiled(*args, **kwargs)
-            except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything is computed
-                self._is_refused = True
-                _tell(error, function=getattr(self._plain, "__name__", ""))
+            except self._refusals as error:  # raised before anything is computed
+                self._is_refused = isinstance(error, self._refusals[0])
+                if not self._is_told:
+                    _tell(error, function=getattr(self._plain, "__name__", ""))
+                self._is_told = True
         return self._plain(*args, **kwargs)
 
 
 def _compile(function: Callable[P, R]) -> Callable[P, R]:
     """In this process: every rank's own pool of compiling processes would take longer to start than it saves.
 
-    Whole, so that a function of which it has compiled too many forms is refused with a word, not computed as it is.
+    Whole, so that of a function of which it has compiled too many forms it says so.
     """
     return torch.compile(function, dynamic=True, fullgraph=True, options={"compile_threads": 1})
 
