@@ -70,6 +70,7 @@ def test_model_flops_by_hand() -> None:
 def test_peak_is_found_by_the_name_of_the_device() -> None:
     assert summary.peak_bf16_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert summary.peak_bf16_flops("NVIDIA H100 PCIe") == 756e12
+    assert summary.peak_bf16_flops("NVIDIA H200 NVL") is None
     assert summary.peak_bf16_flops("cpu") is None
 
 
