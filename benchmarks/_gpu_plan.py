@@ -1,5 +1,7 @@
 """What benchmarks/gpu.py measures, the most wanted first: shapes of policies, workloads, groups. No torch needed."""
 
+import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -178,12 +180,33 @@ SHORT = ("ours-4b", "transformers-4b", "ours-30b-a3b", "weights-4b", "distillati
 
 LONG_ROWS = {*WORKLOADS, "to_a_process"} - {"4k"}
 """Measurements that the short form leaves out: they take long, and would show little more."""
+_LEAST_BYTES = 100e9
+"""Memory of a GPU that transformers needs for 32k: it makes all logits of a row at once."""
 
 
 def plan_of(*, is_short: bool, only: tuple[str, ...] = ()) -> tuple[Group, ...]:
     """The groups to run, in order; `only` keeps those whose name has one of these words."""
     groups = [_shortened(group) for group in PLAN if group.name in SHORT] if is_short else PLAN
     return tuple(group for group in groups if not only or any(word in group.name for word in only))
+
+
+def measurable(
+    groups: Sequence[Group], *, memory_bytes: int | None, is_short: bool
+) -> tuple[tuple[Group, ...], dict[str, str]]:
+    """What can be measured on a GPU of this memory (None for a CPU), and why other groups and rows cannot."""
+    kept, skipped = [], {}
+    lacks_engine = importlib.util.find_spec("transformer_engine") is None
+    for group in groups:
+        rows = group.rows
+        if lacks_engine and (group.kind == "transformer_engine" or (group.kind == "megatron" and not is_short)):
+            skipped[group.name] = "Transformer Engine is not installed"
+            continue
+        if group.kind == "transformers" and memory_bytes is not None and memory_bytes < _LEAST_BYTES and "32k" in rows:
+            skipped[f"{group.name}/32k"] = f"transformers needs a GPU of {_LEAST_BYTES / 1e9:g} GB for it"
+            rows = tuple(row for row in rows if row != "32k")
+        if rows:
+            kept.append(replace(group, rows=rows))
+    return tuple(kept), skipped
 
 
 def _shortened(group: Group) -> Group:

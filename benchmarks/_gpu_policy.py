@@ -12,12 +12,15 @@ import numpy as np
 from _gpu_plan import GIB
 
 from rl_core.weights import SHARED_MEMORY
+from rl_distill import kept_activations
 from rl_distill.architecture.policy_config import parse_policy_config
 from rl_distill.architecture.tensor_shapes import count_parameters, tensor_shapes
+from rl_distill.options import LearnerOptions, ParallelOptions
 
 TRAINED_BYTES = 20
-"""Of a parameter in training: bfloat16 weight and gradient, float32 weight, gradient and two moments. So much takes
-transformers; our learner, which has no gradient in bfloat16, takes 18."""
+"""Of a parameter in training: bfloat16 weight and gradient, float32 weight, gradient and two moments: transformers'."""
+OUR_TRAINED_BYTES = 18
+"""Of our learner, which has no gradient in bfloat16."""
 RESERVE_BYTES = 9 * GIB
 """For the CUDA context, the logits' chunks, and activations where all of a layer's are made again."""
 USABLE = 0.96
@@ -37,7 +40,7 @@ def fitted(config: Mapping[str, Any], *, memory_bytes: int | None) -> dict[str, 
     """
     found = dict(config)
     while memory_bytes is not None and found["num_hidden_layers"] > 1:
-        if _trained_bytes(found) + RESERVE_BYTES <= USABLE * memory_bytes:
+        if TRAINED_BYTES * num_parameters(found) + RESERVE_BYTES <= USABLE * memory_bytes:
             break
         found["num_hidden_layers"] -= 1
     return found
@@ -48,13 +51,33 @@ def num_parameters(config: Mapping[str, Any]) -> int:
     return count_parameters(parse_policy_config(dict(config))).total
 
 
-def free_for_activations(config: Mapping[str, Any], *, memory_bytes: int) -> float:
-    """Bytes that a policy in training leaves of a GPU."""
-    return USABLE * memory_bytes - _trained_bytes(config) - RESERVE_BYTES / 2
+def free_for_activations(config: Mapping[str, Any], *, memory_bytes: int, trained_bytes: int = TRAINED_BYTES) -> float:
+    """Bytes that a policy in training, with so many for each parameter, leaves of a GPU."""
+    return USABLE * memory_bytes - trained_bytes * num_parameters(config) - RESERVE_BYTES / 2
+
+
+def recomputed_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What our learner makes again where a part is enough: what keeps most."""
+    return ("layernorm", "moe" if "num_experts" in config else "mlp")
+
+
+def our_activation_bytes(config: Mapping[str, Any], num_tokens: int, *, is_selective: bool) -> float:
+    """What a micro-batch of our learner keeps for its backward pass."""
+    found = dict(config)
+    if is_selective and "num_experts" in config:  # without its experts a layer keeps what a dense one does
+        found |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    options = LearnerOptions(
+        dtype="bfloat16",
+        micro_batch_tokens=num_tokens,
+        recompute="selective" if is_selective else "none",
+        recompute_modules=("layernorm", "mlp"),
+    )
+    (kept,) = kept_activations(parse_policy_config(found), ParallelOptions(), options)
+    return kept
 
 
 def activation_bytes(config: Mapping[str, Any], num_tokens: int) -> float:
-    """About what a micro-batch keeps for its backward pass where nothing is made again, in bfloat16.
+    """About what a micro-batch of megatron's keeps for its backward pass where nothing is made again, in bfloat16.
 
     It chooses only what is tried first.
     """
@@ -129,7 +152,3 @@ def _place(num_bytes: int) -> str:
         if Path(place).is_dir() and shutil.disk_usage(place).free > 1.2 * num_bytes:
             return place
     raise OSError(f"a policy of {num_bytes / 1e9:.1f} GB needs room in {' or '.join(places)}; set TMPDIR to more.")
-
-
-def _trained_bytes(config: Mapping[str, Any]) -> int:
-    return TRAINED_BYTES * num_parameters(config)

@@ -19,8 +19,9 @@ TARGETS = {
 SHARE_OF_BOUND = {"trees": 0.8}
 """Least share of what sharing could give, where that is known; it then takes the place of the ratio."""
 
-_PEAK_BF16_FLOPS = {
+_PEAK_BF16_FLOPS: dict[str, float | None] = {
     "B200": 2250e12,
+    "H200 NVL": None,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -31,7 +32,7 @@ _PEAK_BF16_FLOPS = {
     "A10": 125e12,
     "L4": 121e12,
 }
-"""Dense peak by a part of the device's name, as NVIDIA's data sheets have it; the first that fits."""
+"""Dense peak by a part of the device's name, as NVIDIA's data sheets have it; the first that fits. None is unknown."""
 
 
 class DisagreementError(RuntimeError):

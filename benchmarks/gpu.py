@@ -19,10 +19,11 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ BENCHMARKS = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]
 sys.path += [path for path in (*BENCHMARKS, *SOURCES) if path not in sys.path]
 
 try:  # from a checkout in which nothing is installed
-    from _gpu_plan import Group, plan_of, shape_of
+    from _gpu_plan import Group, measurable, plan_of, shape_of
     from _gpu_policy import Policies, fitted
     from _gpu_report import Report, table
     from _learner_summary import peak_bf16_flops
@@ -43,6 +44,10 @@ SIDE = ROOT / "benchmarks" / "peers" / "gpu_side.py"
 ABOUT_S = 120.0
 ROW_S = 150.0
 """Longest wait for one measurement, so that one that hangs leaves time for the others."""
+CLOSE_S = 15.0
+"""Longest wait for a process to end after its last measurement."""
+TEST_S = 150
+"""A test that takes longer is ended, and says where it was."""
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -50,8 +55,11 @@ QUIET = {
     "WANDB_MODE": "offline",
 }
 """Variables of every child: none of them looks for a network."""
+_CACHE = Path(tempfile.gettempdir()) / f"rl-gpu-{os.getuid()}"
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": str(_CACHE / "inductor"), "TRITON_CACHE_DIR": str(_CACHE / "triton")}
+"""Where compiled code goes, unless the caller says; torch asks for the user's name, which a container may not have."""
 FEW_FRAGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""For what fills the GPU; another process cannot open such memory everywhere."""
+"""For what fills the GPU, where it works; another process cannot open such memory everywhere."""
 Tell = Callable[[Mapping[str, Any]], None]
 
 
@@ -74,10 +82,10 @@ def main(words: Sequence[str]) -> int:
     groups = plan_of(is_short=options.short, only=tuple(options.only))
     if options.fresh:
         report.forget(groups)
-    skipped = {group.name: reason for group in groups if (reason := reason_to_skip(group, is_short=options.short))}
+    groups, skipped = measurable(groups, memory_bytes=machine.about["memory_bytes"], is_short=options.short)
     try:
         for group in groups:
-            if group.name not in skipped and bench.left_s > group.least_s:
+            if bench.left_s > group.least_s:
                 bench.run(group)
     except KeyboardInterrupt:
         say("\ninterrupted; start again to go on")
@@ -96,8 +104,14 @@ def run_tests(words: Sequence[str]) -> int:
         sys.stderr.write(f"error: this Python lacks {', '.join(lacking)}; locks/gpu.md says how to install them\n")
         return 2
     env = environment(OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", *(words or gpu_tests())]
-    return subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
+    return subprocess.run(pytest_command(words), cwd=ROOT, env=env, check=False).returncode
+
+
+def pytest_command(words: Sequence[str]) -> list[str]:
+    """The files that the words name, else all with such tests; one that cannot be imported stops no other."""
+    files = [] if any((ROOT / word.split("::")[0]).exists() for word in words) else gpu_tests()
+    told = ["-v", "--durations=15", "--continue-on-collection-errors", "-o", f"faulthandler_timeout={TEST_S}"]
+    return [sys.executable, "-m", "pytest", "-m", "gpu", *told, *words, *files]
 
 
 def gpu_tests() -> list[str]:
@@ -127,13 +141,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def reason_to_skip(group: Group, *, is_short: bool) -> str:
-    """Why a group cannot be measured here; empty where it can."""
-    if group.kind in ("transformer_engine", "megatron") and importlib.util.find_spec("transformer_engine") is None:
-        return "" if is_short and group.kind == "megatron" else "Transformer Engine is not installed"
-    return ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What measures.
@@ -141,10 +148,12 @@ class Machine:
     Attributes:
         about: What torch says of it.
         peak_flops: Of the GPU, dense, in bfloat16; None where that is not known.
+        variables: `FEW_FRAGMENTS` where torch can have memory that way, else none.
     """
 
     about: dict[str, Any]
     peak_flops: float | None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_this(cls, options: argparse.Namespace) -> "Machine":
@@ -155,24 +164,17 @@ class Machine:
         """
         if importlib.util.find_spec("torch") is None:
             raise ValueError("torch is not installed in this Python; locks/gpu.md says what to install.")
+        variables: Mapping[str, str] = {}
         if options.short:
             from gpu_side import about_machine
 
             about = about_machine()
         else:
-            command = [sys.executable, str(SIDE), "--about"]
-            done = subprocess.run(
-                command, capture_output=True, text=True, env=environment(), timeout=ABOUT_S, check=False
-            )
-            if done.returncode:
-                raise ValueError(f"torch cannot be loaded; {' '.join(command)} says:\n{done.stderr[-2000:]}")
-            about = json.loads(done.stdout)
-            if about["device"] == "cpu":
-                raise ValueError("torch sees no GPU (nvidia-smi shows those that are there); --short runs on a CPU.")
+            about, variables = asked_about()
         peak = peak_bf16_flops(about["device"]) if options.peak_tflops is None else options.peak_tflops * 1e12
         if peak is None and not options.short:
             say(f"the peak of {about['device']} is not known, so there is no MFU; give it with --peak-tflops")
-        return cls(about=about, peak_flops=peak)
+        return cls(about=about, peak_flops=peak, variables=variables)
 
     def told(self, *, is_short: bool) -> dict[str, Any]:
         """What the report has of it."""
@@ -260,7 +262,9 @@ class Bench:
             return
         logs = self.report.file.with_name(f"{self.report.file.stem}-logs")
         logs.mkdir(exist_ok=True)
-        child = Child([sys.executable, str(self.side)], job, log=logs / f"{name}.log", folder=logs)
+        variables = {} if job["kind"] == "weights" else self.machine.variables
+        command = [sys.executable, str(self.side)]
+        child = Child(command, job, log=logs / f"{name}.log", folder=logs, variables=variables)
         try:
             child.listen(tell, until=self.ends_at)
         finally:
@@ -270,7 +274,9 @@ class Bench:
 class Child:
     """A process that measures a group."""
 
-    def __init__(self, program: Sequence[str], job: dict[str, Any], *, log: Path, folder: Path) -> None:
+    def __init__(
+        self, program: Sequence[str], job: dict[str, Any], *, log: Path, folder: Path, variables: Mapping[str, str]
+    ) -> None:
         """Start it.
 
         Args:
@@ -278,8 +284,10 @@ class Child:
             job: What to measure.
             log: For its output, which is appended.
             folder: For the job's file.
+            variables: Of its environment, besides those of every child.
         """
-        self._log, self._row = log, job["rows"][0]
+        self._log, self._row, self._last = log, job["rows"][0], job["rows"][-1]
+        self._is_answered = False
         file = folder / f"{log.stem}.job.json"
         file.write_text(json.dumps(job))
         self._lines: queue.Queue[str] = queue.Queue()
@@ -290,29 +298,33 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 text=True,
-                env=environment(**({} if job["kind"] == "weights" else FEW_FRAGMENTS)),
+                env=environment(**variables),
                 start_new_session=True,
             )
         threading.Thread(target=self._read, daemon=True).start()
 
     def listen(self, tell: Tell, *, until: float) -> None:
-        """Pass on what it tells; a row that it dies of, or that takes too long, is told as an error."""
+        """Pass on what it tells; a row that it dies of, or that takes too long, is told as an error.
+
+        What has answered its last row may hang in the teardown of CUDA: that is no one's error.
+        """
         while True:
-            wait_s = min(ROW_S, until - time.monotonic())
+            most_s = CLOSE_S if self._is_answered and self._row == self._last else ROW_S
+            wait_s = min(most_s, until - time.monotonic())
             try:
                 line = self._lines.get(timeout=max(0.0, wait_s))
             except queue.Empty:
-                if wait_s >= ROW_S:
-                    tell({"row": self._row, "error": f"no answer within {ROW_S:g} s; {self._last_words()}"})
+                if wait_s >= most_s and not self._is_answered:
+                    tell({"row": self._row, "error": f"no answer within {most_s:g} s; {self._last_words()}"})
                 return  # else the time is over, and the row was not reached
             if not line:
                 status = self._process.wait()
-                if status:
+                if status and not self._is_answered:
                     ended = f"signal {-status}" if status < 0 else f"status {status}"
                     tell({"row": self._row, "error": f"its process ended with {ended}; {self._last_words()}"})
                 return
             said = json.loads(line)
-            self._row = said["row"]
+            self._row, self._is_answered = said["row"], len(said) > 1
             tell(said)
 
     def stop(self) -> None:
@@ -332,10 +344,30 @@ class Child:
         return f"{self._log} ends with: {' | '.join(lines)[:400]}"
 
 
+def asked_about() -> tuple[dict[str, Any], Mapping[str, str]]:
+    """What torch says of the machine, and `FEW_FRAGMENTS` where it runs with them.
+
+    Raises:
+        ValueError: There is no GPU, or torch fails.
+    """
+    command = [sys.executable, str(SIDE), "--about"]
+    for variables in (FEW_FRAGMENTS, {}):
+        env = environment(**variables)
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=ABOUT_S, check=False)
+        if not done.returncode:
+            break
+    else:
+        raise ValueError(f"torch cannot use the GPU; {' '.join(command)} says:\n{done.stderr[-2000:]}")
+    about = json.loads(done.stdout)
+    if about["device"] == "cpu":
+        raise ValueError("torch sees no GPU (nvidia-smi shows those that are there); --short runs on a CPU.")
+    return about, variables
+
+
 def environment(**variables: str) -> dict[str, str]:
     """Variables of a child, which finds what this program finds."""
     paths = [*BENCHMARKS, *SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(paths), **variables}
+    return {**CACHES, **os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(paths), **variables}
 
 
 def sources_digest() -> str:

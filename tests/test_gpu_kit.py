@@ -76,6 +76,10 @@ for row in job["rows"]:
         print(json.dumps({"row": row, "error": "OutOfMemoryError: CUDA out of memory."}), flush=True)
     else:
         print(json.dumps({"row": row, "values": {"pid": os.getpid()}}), flush=True)
+    if row == "stays":
+        time.sleep(600)
+    if row == "aborts":
+        os.abort()
 """
 
 
@@ -131,6 +135,52 @@ def test_a_measurement_that_hangs_is_given_up(gpu: ModuleType, tmp_path: Path, m
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["failures"][0]["name"] == "g/hangs"
     assert found["failures"][0]["error"].startswith("no answer within 0.3 s")
+
+
+def test_what_happens_after_an_answer_is_no_error(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "CLOSE_S", 0.3)
+    make_bench(gpu, tmp_path, seconds=60).run(plan.Group(name="g", kind="queue", rows=("aborts", "stays")))
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert [row["name"] for row in found["results"]] == ["g/aborts", "g/stays"]
+    assert found["failures"] == []
+
+
+def test_words_for_pytest_keep_the_files_that_have_gpu_tests(gpu: ModuleType) -> None:
+    assert gpu.pytest_command(["-x", "-k", "compiled"])[-len(gpu.gpu_tests()) :] == gpu.gpu_tests()
+    assert gpu.pytest_command(["-x", "tests/test_gpu_kit.py::test_a"])[-2:] == ["-x", "tests/test_gpu_kit.py::test_a"]
+
+
+def test_memory_that_torch_cannot_have_is_not_asked_for(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = tmp_path / "side.py"
+    side.write_text(
+        "import os, json, sys\n"
+        "if 'expandable' in os.environ.get('PYTORCH_CUDA_ALLOC_CONF', ''): sys.exit('operation not supported')\n"
+        "print(json.dumps({'device': 'NVIDIA H100'}))\n"
+    )
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(gpu, "SIDE", side)
+    assert gpu.asked_about() == ({"device": "NVIDIA H100"}, {})
+
+
+def test_small_gpus_are_not_asked_for_rows_that_cannot_fit() -> None:
+    small, large = (plan.measurable(plan.PLAN, memory_bytes=gib * plan.GIB, is_short=False) for gib in (79, 139))
+    assert {group.name: group.rows for group in small[0]}["transformers-0.6b"] == ("4k",)
+    assert set(small[1]) - set(large[1]) == {"transformers-0.6b/32k", "transformers-4b-32k/32k"}
+
+
+def test_activations_of_ours_are_those_that_layers_keep() -> None:
+    config = plan.SHAPES["4b"]
+    whole, part = (policy.our_activation_bytes(config, 8192, is_selective=again) for again in (False, True))
+    kept = 2 * 8192 * 36 * (4 * 2560 + 4 * 4096 + 3 * 1024 + 3 * 9728)  # a copy of the queries for their norm
+    assert whole == pytest.approx(kept, rel=0.02)
+    assert part == pytest.approx(kept - 2 * 8192 * 36 * (2 * 2560 + 3 * 9728), rel=0.03)
+    mixture = plan.SHAPES["30b-a3b"]
+    whole, part = (policy.our_activation_bytes(mixture, 8192, is_selective=again) for again in (False, True))
+    assert 0.3 < part / whole < 0.5
 
 
 def test_a_report_of_another_machine_is_not_continued(tmp_path: Path) -> None:

@@ -46,6 +46,26 @@ def test_the_bound_weighs_what_is_left_by_its_seconds() -> None:
     seconds, whole = (learner_bound.Parts(tokens=a, head=1.0, attention=b) for a, b in ((6.0, 3.0), (10, 40)))
     half = learner_bound.Parts(tokens=5, head=1.0, attention=10)
     assert learner_bound.bound(seconds, unshared=whole, shared=half) == 10 / (3 + 1 + 0.75)
+    fixed = learner_bound.Parts(tokens=6.0, head=1.0, attention=3.0, fixed=5.0)
+    assert learner_bound.bound(fixed, unshared=whole, shared=half) == 15 / (5 + 3 + 1 + 0.75)
+
+
+@pytest.mark.parametrize(
+    ("operation", "shapes", "kind"),
+    [
+        ("aten::mm", [[8, 4], [4, 99]], "head"),
+        ("aten::mm", [[8, 4], [4, 4]], "tokens"),
+        ("torch_attn::_varlen_attn", [[8, 2, 4]], "attention"),
+        ("aten::_fused_adamw_", [[], []], "fixed"),
+        ("aten::zero_", [[512]], "fixed"),
+        ("aten::fill_", [[512], []], "fixed"),
+        ("aten::fill_", [[8, 4], []], "tokens"),
+        ("aten::linalg_vector_norm", [[99, 4], []], "fixed"),
+        ("aten::_fused_rms_norm", [[8, 1, 4]], "tokens"),
+    ],
+)
+def test_operations_count_in_what_they_grow_with(operation: str, shapes: list[list[int]], kind: str) -> None:
+    assert learner_bound.kind_of(operation, shapes, vocab_size=99) == kind
 
 
 @pytest.mark.parametrize("losses", [[2.0, 2.001], [2.0, nan]])
@@ -70,6 +90,7 @@ def test_model_flops_by_hand() -> None:
 def test_peak_is_found_by_the_name_of_the_device() -> None:
     assert summary.peak_bf16_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert summary.peak_bf16_flops("NVIDIA H100 PCIe") == 756e12
+    assert summary.peak_bf16_flops("NVIDIA H200 NVL") is None
     assert summary.peak_bf16_flops("cpu") is None
 
 

@@ -21,6 +21,7 @@ from _distillation_workload import PRESETS, Step, make_matrix, make_step
 from _protocol import private_stdout, write
 from torch import Tensor
 
+from rl_distill.megatron.head import logits_at_once
 from rl_distill.objectives import (
     DivergenceOptions,
     LogitDivergence,
@@ -38,7 +39,15 @@ def ours(step: Step, matrix: Tensor) -> Tensor:
         index=torch.zeros(len(step.ids), dtype=torch.int64, device=step.ids.device),
     )
     divergence = LogitDivergence(options=DivergenceOptions(), part=VocabularyPart(len(matrix)))
-    found = chunked_head_divergence(step.hidden, matrix, weights=step.weights, teacher=teacher, divergence=divergence)
+    found = chunked_head_divergence(
+        step.hidden,
+        matrix,
+        weights=step.weights,
+        teacher=teacher,
+        divergence=divergence,
+        targets=teacher.ids[:, 0],
+        chunk_logits=logits_at_once(step.hidden.device, is_alone=True),
+    )
     return found.weighted.sum()
 
 

