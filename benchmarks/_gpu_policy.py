@@ -5,12 +5,14 @@ import math
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from _gpu_plan import GIB
 
+from rl_core.files.locked_folders import locked_folder, remove_unlocked_folders
 from rl_core.weights import SHARED_MEMORY
 from rl_distill import kept_activations
 from rl_distill.architecture.policy_config import parse_policy_config
@@ -25,6 +27,9 @@ RESERVE_BYTES = 9 * GIB
 """For the CUDA context, the logits' chunks, and activations where all of a layer's are made again."""
 USABLE = 0.96
 """Share of a GPU's memory that torch can have."""
+PLACES = (SHARED_MEMORY, Path(tempfile.gettempdir()))
+"""Where folders of weights can be, the best first."""
+PREFIX = "rl-gpu-"
 _ONE = 0x3F80
 """The bfloat16 of 1."""
 _TILE = 2**24 + 43
@@ -119,12 +124,14 @@ def write_policy(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 class Policies:
-    """Folders of policies, which last until `close`."""
+    """Folders of policies, which last until `close`; the next ones remove those of a process that was killed."""
 
     def __init__(self) -> None:
         """Write none yet."""
         self._folders: dict[str, Path] = {}
-        self._made: list[Path] = []
+        self._made = ExitStack()
+        for place in PLACES:
+            remove_unlocked_folders(place.glob(f"{PREFIX}*"))
 
     def folder(self, config: Mapping[str, Any]) -> Path:
         """A policy's folder, in shared memory where that has room, else among temporary files.
@@ -134,21 +141,20 @@ class Policies:
         """
         key = json.dumps(dict(config), sort_keys=True)
         if key not in self._folders:
-            made = Path(tempfile.mkdtemp(prefix="rl-gpu-", dir=_place(2 * num_parameters(config))))
-            self._made.append(made)
+            place = _place(2 * num_parameters(config))
+            made = self._made.enter_context(locked_folder(place, PREFIX, mode=0o700))
             write_policy(made / "policy", config)
             self._folders[key] = made / "policy"
         return self._folders[key]
 
     def close(self) -> None:
         """Remove all folders."""
-        for made in self._made:
-            shutil.rmtree(made, ignore_errors=True)
+        self._made.close()
 
 
-def _place(num_bytes: int) -> str:
-    places = [str(SHARED_MEMORY), tempfile.gettempdir()]
-    for place in places:
-        if Path(place).is_dir() and shutil.disk_usage(place).free > 1.2 * num_bytes:
+def _place(num_bytes: int) -> Path:
+    for place in PLACES:
+        if place.is_dir() and shutil.disk_usage(place).free > 1.2 * num_bytes:
             return place
-    raise OSError(f"a policy of {num_bytes / 1e9:.1f} GB needs room in {' or '.join(places)}; set TMPDIR to more.")
+    wanted = " or ".join(map(str, PLACES))
+    raise OSError(f"a policy of {num_bytes / 1e9:.1f} GB needs room in {wanted}; set TMPDIR to more.")
