@@ -120,7 +120,9 @@ def run_command(words: Sequence[str], commands: Mapping[str, Command]) -> int:
             hint = " See how a run goes with `rl-metrics doctor RUN`."
         return complain(f"unknown command {words[0]!r}; known: {', '.join(commands)}.{hint}")
     try:
-        return command(list(words[1:]))
+        status = command(list(words[1:]))
+        _drop_what_nobody_reads()
+        return status
     except (SettingsError, DataError, MissingExtraError) as error:
         return complain(str(error))
     except (CheckpointError, NotReadyError) as error:
@@ -129,6 +131,17 @@ def run_command(words: Sequence[str], commands: Mapping[str, Command]) -> int:
         return complain(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), status=FAILED)
     except KeyboardInterrupt:
         return 130
+
+
+def _drop_what_nobody_reads() -> None:
+    """Where the terminal is gone, what is left to print would make Python end with an exit status of its own, 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def export(words: list[str]) -> int:
