@@ -42,23 +42,22 @@ class LearnerOptions:
         products: float32 matrix products on a CPU: "torch" (MKL's), "onednn", or "auto" for what is faster here, which
             a run measures at its start and keeps.
         dtype: Parameters in "float32" or "bfloat16" (with float32 master weights).
-        recompute: "full" makes each layer's activations again in the backward pass, where memory is short; "selective"
-            makes those of `recompute_modules` again, where a part of that is enough; "none" keeps them.
-        recompute_modules: Parts of a layer by megatron's names; take those first that keep much and compute little.
-            "layernorm" forgets what the norms before attention and MLP give; "core_attn" what attention keeps for the
-            backward pass, which is much with `kernels` "plain" alone; "mlp" and "moe" all between two layers'
-            attentions, where an MLP or a mixture of experts is.
-        kernels: "plain" computes as a CPU does best, and is there to compare with; "fused" takes a GPU's kernels, flash
-            attention over packs of any lengths and all experts in one product among them; "transformer_engine" also
-            takes that library's matrices and norms, where it is installed and no adapter trains; "auto" is "fused" on
-            GPUs, else "plain".
-        overlap_grad_reduce: Sum gradients over the data-parallel ranks while the backward pass still runs: for two GPUs
-            and more, where the step waits for the sums; a single data-parallel rank has nothing to sum.
-        overlap_param_gather: Collect the weights that the ranks of a distributed optimizer have updated while the next
-            forward pass runs, where the step waits for them; needs `parallel.distributed_optimizer` and
+        recompute: "full" computes each layer's activations again in the backward pass: use it when memory is short.
+            "selective" does so for `recompute_modules` alone: use it when that saves enough. "none" keeps them all.
+        recompute_modules: Parts of a layer, by megatron's names. Begin with those that keep much and compute little.
+            "layernorm" forgets what the norms before attention and MLP give. "core_attn" forgets what attention keeps,
+            which is much only with plain kernels. "mlp" and "moe" forget all of an MLP, or of a mixture of experts,
+            with the norm before it.
+        kernels: "plain" uses a CPU's kernels; on a GPU, use it to compare results. "fused" uses a GPU's, such as flash
+            attention and one product for all experts. "transformer_engine" also uses that library's matrices and norms;
+            it must be installed, and no adapter can train. "auto" is "fused" on GPUs and "plain" on CPUs.
+        overlap_grad_reduce: Sum gradients over the data-parallel ranks while the backward pass still runs. Use it with
+            two or more such ranks, when steps wait for the sums.
+        overlap_param_gather: Gather the weights that the ranks of a distributed optimizer have updated while the next
+            forward pass runs. Use it when steps wait for them. It needs `parallel.distributed_optimizer` and
             `overlap_grad_reduce`.
-        offload_optimizer: Keep Adam's moments and float32 master weights in the host's memory but during its step,
-            where a GPU cannot hold them beside the activations; costs two copies a step, and does nothing on CPUs.
+        offload_optimizer: Keep Adam's moments and float32 master weights in the host's memory between steps. Use it
+            when a GPU cannot hold them beside the activations. It costs two copies a step, and does nothing on CPUs.
         num_threads: Threads of a CPU learner; None leaves torch's setting.
         seed: Of the initial weights, where none are loaded, and of dropout.
     """

@@ -104,8 +104,8 @@ class RolloutSettings:
         audit_share: Share of the sessions whose tokens are proved to be those that the engine sampled.
         rescored_share: Share of the sessions that the engine scores again, while it serves what sampled them.
         sleep: Let the engine free its memory while the learner trains, where its platform can.
-        sleep_keeps_weights: Its weights are on the host meanwhile (level 1); false drops them (level 2), which saves
-            both copies and the host's memory where each update brings all weights: not with lora.serving = "adapter".
+        sleep_keeps_weights: Keep a sleeping engine's weights on the host (level 1). false drops them (level 2): use it
+            to save both copies when each update brings all weights, so not with lora.serving = "adapter".
         prompts_per_step: Prompts of a step.
         group_size: Sessions of each prompt.
         max_response_tokens: Longest response.
