@@ -174,12 +174,13 @@ def unit(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and format; `nox -s lint -- --fix` mends what can be mended."""
+    """Check style, format and prose; `nox -s lint -- --fix` fixes style and format."""
     tools = ensure(session, TOOLS)
     fix = "--fix" in session.posargs
     paths = [path for path in CHECKED if (ROOT / path).exists()]
     session.run(tools, "-m", "ruff", "check", *(["--fix"] if fix else []), *paths)
     session.run(tools, "-m", "ruff", "format", *([] if fix else ["--check"]), *paths)
+    session.run(tools, "tooling/prose.py")
 
 
 @nox.session
