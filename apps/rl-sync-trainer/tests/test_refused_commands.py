@@ -86,6 +86,6 @@ def test_help_begins_with_a_short_usage(capsys: pytest.CaptureFixture[str]) -> N
     assert "--trainer.steps" not in usage
     assert said(status=2) == usage
     assert "--trainer.steps" in said("train", "--help")
-    assert said("train", "settings.toml", "--help", "trainer").startswith("[trainer]  The loop.\n")
+    assert said("train", "settings.toml", "--help", "trainer").startswith("[trainer]  The training loop.\n")
     assert said("export", "--help").startswith("export CHECKPOINT FOLDER: ")
     assert said("--version") == f"rl-sync-trainer {importlib.metadata.version('rl-sync-trainer')}\n"

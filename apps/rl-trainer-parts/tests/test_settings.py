@@ -212,7 +212,7 @@ def test_help_explains_every_setting() -> None:
     [
         (
             "trainer",
-            ["[trainer]  The loop.", "--trainer.steps=integer  (default 100; may differ on resume)"],
+            ["[trainer]  The training loop.", "--trainer.steps=integer  (default 100; may differ on resume)"],
             ["--run.", "usage"],
         ),
         ("learner.learning_rate", ["--learner.learning_rate=number", "Peak learning rate."], ["critic", "warmup"]),

@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 USAGE = """usage: rl-async-trainer COMMAND ...
 
   train SETTINGS.toml [--resume] [--dry-run] [--replay RUN] [--section.name=value ...]
-      Train. --resume goes on with the run in the folder; --dry-run checks everything, prints the plan and ends;
-      --replay trains the groups of a recorded run in the same steps, from its skip cache where there is one.
+      Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits;
+      --replay trains on the groups of a recorded run in the same steps, from its skip cache if it has one.
   train --help [SECTION]
       Explain every setting, or those of one section.
   validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]
       Evaluate a Hugging Face folder or a checkpoint on the validation and test problems.
   status RUN
-      What a live run does: its roles, groups in flight and ready, versions.
+      Show what a live run is doing: its roles, groups in flight and ready, and policy versions.
   scale RUN --engines N
-      Add engines to a live run, or take some away.
+      Add engines to a live run, or remove some.
   simulate [WORKLOAD.toml] [--gpus N,...] [--search] ...
-      Step times on a virtual clock: how many GPUs for rollouts, how many for training, which staleness.
+      Simulate step times on a virtual clock: how to split GPUs between rollouts and training, and which staleness.
   export CHECKPOINT FOLDER [--merge | --adapter] [--base FOLDER]
-      Write the policy of a checkpoint (or of a run folder: its newest) as a Hugging Face folder. A LoRA adapter is
-      merged into its base, or written alone, in peft's format; --base says where the base is, if it was moved."""
+      Write the policy of a checkpoint as a Hugging Face folder; for a run folder, that of its newest checkpoint. A LoRA
+      adapter is merged into its base, or written alone in peft's format. --base names the base if it has moved."""
 
 
 STATUS_DEADLINE_S = 60.0
@@ -147,7 +147,7 @@ def status(words: list[str]) -> int:
 def scale(words: list[str]) -> int:
     """`scale RUN --engines N`."""
     parser = argparse.ArgumentParser(
-        prog="rl-async-trainer scale", description="Add engines to a live run, or take some away."
+        prog="rl-async-trainer scale", description="Add engines to a live run, or remove some."
     )
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--engines", type=int, required=True, help="how many engines there shall be")

@@ -27,10 +27,10 @@ Command = Callable[[list[str]], int]
 
 HELP = ("--help", "-h")
 EXPORT_HELP = """\
-export CHECKPOINT FOLDER: write the policy of a checkpoint, or of a run's newest, as a Hugging Face one.
-  --merge        Of a LoRA adapter: merge it into its base model. The default.
-  --adapter      Write the adapter alone, in peft's format.
-  --base FOLDER  Where the adapter's base model is now, if it was moved."""
+export CHECKPOINT FOLDER: write the policy of a checkpoint, or of a run's newest, as a Hugging Face folder.
+  --merge        Merge a LoRA adapter into its base model (default).
+  --adapter      Write only the LoRA adapter, in peft's format.
+  --base FOLDER  Where the adapter's base model is now, if it has moved."""
 WITH_SETTINGS = ("train", "validate")
 """Commands whose help explains settings."""
 

@@ -213,7 +213,9 @@ def _explained(setting: SettingField, *, may_differ: bool) -> list[str]:
     is_required = setting.default is dataclasses.MISSING
     default = "required" if is_required else f"default {_written(setting.default)}"
     default += "; may differ on resume" if may_differ else ""
-    words = textwrap.wrap(setting.meaning, width - 8, initial_indent=INDENT, subsequent_indent=INDENT)
+    words = textwrap.wrap(
+        setting.meaning, width - 8, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False
+    )
     return [f"  --{setting.name}={describe_type(setting.annotation)}  ({default})", *words]
 
 
