@@ -57,7 +57,7 @@ def test_a_model_that_does_not_load_leaves_no_run(run: TinyRun, capsys: pytest.C
             ["my.toml"],
             "error: unknown command 'my.toml'; known: train, validate, export. Did you mean `train my.toml`?",
         ),
-        (["train", "--help", "rolout"], "error: 'rolout' is no section and no setting. Did you mean 'rollout'?"),
+        (["train", "--help", "rolout"], "error: 'rolout' is neither a section nor a setting. Did you mean 'rollout'?"),
         (["train"], "error: train needs a settings file"),
         (["export", "only"], "error: export takes a checkpoint"),
         (["validate", "settings.toml", "--policy"], "error: --policy needs a value."),

@@ -1,4 +1,4 @@
-"""Settings of what a run says of itself, and of how it is judged."""
+"""Settings of metrics and health checks."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,7 +7,7 @@ from rl_metrics.health import Severity
 from rl_metrics.trackers import ConsoleKind
 
 LEVELS: tuple[Severity, ...] = ("critical", "warning")
-"""Words that `health.pause_on` takes beside names of rules."""
+"""Severities that `health.pause_on` accepts beside names of rules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

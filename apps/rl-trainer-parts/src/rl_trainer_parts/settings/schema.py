@@ -1,7 +1,7 @@
-"""Every setting that both trainers have; `train --help` prints this file's words.
+"""Every setting that both trainers have; `train --help` prints these docstrings.
 
-Values come from, in falling order: the command line (`--trainer.steps=20`), environment variables
-(`RL__TRAINER__STEPS=20`), the TOML file, the defaults here. Nothing is ever rewritten by the program.
+Values come from, in order of precedence: the command line (`--trainer.steps=20`), environment variables
+(`RL__TRAINER__STEPS=20`), the TOML file, the defaults here. The program never changes a setting.
 """
 
 from dataclasses import dataclass, field
@@ -180,7 +180,7 @@ class WeightSettings:
 
 
 OptionValue = bool | int | float | str
-"""What an option of an advantage or a policy loss can be."""
+"""Type of an option of an advantage or a policy loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,14 +333,14 @@ class TrainerSettings:
 
 
 UPDATE_KL = ("actor/ppo_kl", "rollout_corr/kl")
-"""Metrics of how far the policy is from the one that sampled."""
+"""Metrics of the distance between the policy and the one that sampled."""
 
 
 class Settings(BaseSettings):
-    """All settings of a run, in the order of use; a trainer that has more derives from it.
+    """All settings of a run, in the order of use; a trainer with further settings derives from it.
 
     Attributes:
-        also_changeable_on_resume: Of those more, the ones that may differ when a run is resumed.
+        also_changeable_on_resume: Further settings that may differ when a run is resumed.
     """
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True)
@@ -370,20 +370,20 @@ class Settings(BaseSettings):
 
     @property
     def placements(self) -> dict[str, str]:
-        """Where each part of the run lives, by the setting that says so."""
+        """Where each part of the run is placed, by the setting that decides it."""
         return {"cluster.kind": self.cluster.kind, "rollout.placement": self.rollout.placement}
 
     @property
     def zero_metrics(self) -> tuple[str, ...]:
-        """Metrics that are 0 by design: a step's only update begins at the very policy that sampled."""
+        """Metrics that are 0 by design, because a step's only update starts from the policy that sampled."""
         return ("training/staleness/mean", *(UPDATE_KL if self.has_one_update else ()))
 
     @property
     def has_one_update(self) -> bool:
-        """True where each step updates the policy once."""
+        """True if each step updates the policy once."""
         return self.trainer.minibatches == self.trainer.epochs == 1
 
     @property
     def run_folder(self) -> Path:
-        """Where everything of the run lies."""
+        """The run's folder."""
         return self.run.directory / self.run.name
