@@ -122,7 +122,7 @@ def test_resuming_what_is_done_starts_nothing(
     assert train_here(run) == 0
     monkeypatch.setattr("rl_sync_trainer.training_run.make_engine", pytest.fail)
     monkeypatch.setattr("rl_sync_trainer.training_run.start_learners", pytest.fail)
-    assert "all 4 steps are done; more need a larger trainer.steps" in resume(run, capsys)
+    assert "all 4 steps are done; to continue, raise trainer.steps" in resume(run, capsys)
     assert_equal_runs(run, uninterrupted)
 
 

@@ -34,7 +34,7 @@ def test_a_run_that_is_not_there_is_told_from_one_that_has_ended(
         return capsys.readouterr().err
 
     assert complaint("status", "runs/a") == (
-        f"error: no run lives in runs/a that could be asked: there is no such folder (looked in {tmp_path}). "
+        f"error: no run lives in runs/a to ask: there is no such folder (looked in {tmp_path}). "
         "A run makes it when its settings are checked.\n"
     )
     run = tmp_path / "runs" / "a"
@@ -48,5 +48,5 @@ def test_a_run_that_is_not_there_is_told_from_one_that_has_ended(
         folder.release()
     (run / "control.json").write_text(json.dumps({"socket": str(tmp_path / "socket")}))
     assert complaint("scale", "runs/a", "--engines", "2") == (
-        "error: no run lives in runs/a that could be asked: its process has ended. Go on with it by train --resume.\n"
+        "error: no run lives in runs/a to ask: its process has ended. Continue it with train --resume.\n"
     )

@@ -48,9 +48,10 @@ SCALE_DEADLINE_S = 1800.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and give its exit status.
+    """Run one command and return its exit status.
 
-    From the shell, `train` runs in a process of its own, which is started again when it is killed; else in this one.
+    From the shell, `train` runs in a separate process that is restarted if it is killed; otherwise it runs in this
+    process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     commands = {
@@ -70,7 +71,7 @@ def _settings_class() -> "type[AsyncSettings]":
 
 
 def train_supervised(words: list[str]) -> int:
-    """`train` under a supervisor, unless this is the process that one started, or a debugger shall work in it."""
+    """`train` under a supervisor, unless this process already has one or a debugger needs to work in it."""
     from rl_async_trainer.supervisor import end_with_supervisor, is_supervised, supervise
 
     if is_supervised():
@@ -150,7 +151,7 @@ def scale(words: list[str]) -> int:
         prog="rl-async-trainer scale", description="Add engines to a live run, or remove some."
     )
     parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("--engines", type=int, required=True, help="how many engines there shall be")
+    parser.add_argument("--engines", type=int, required=True, help="number of engines")
     options = parser.parse_args(words)
     from rich.console import Console
 
@@ -160,7 +161,7 @@ def scale(words: list[str]) -> int:
     request = {"do": "scale", "engines": options.engines}
     subject = f"scale {options.run.resolve()}"
     with closing(ConsoleTracker(console=Console(stderr=True), subject=subject)) as console:  # the answer is the output
-        what, how = f"waiting until {options.engines} engine(s) serve", "a new one loads the policy"
+        what, how = f"waiting until {options.engines} engine(s) serve", "new engines load the policy"
         with console.phase(what, is_brief=True, detail=lambda: how):
             count = ask_run(options.run, request, deadline_s=SCALE_DEADLINE_S)
     say(f"the run has {count} engine(s) now")

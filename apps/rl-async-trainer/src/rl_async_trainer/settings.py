@@ -1,4 +1,4 @@
-"""What the asynchronous trainer can be told beside what both trainers can; `train --help` prints these words."""
+"""Settings that only the asynchronous trainer has; `train --help` prints these docstrings."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,12 +85,12 @@ class AsyncSettings(Settings):
 
     @property
     def placements(self) -> dict[str, str]:
-        """Where each part of the run lives, by the setting that says so."""
+        """Where each part of the run is placed, by the setting that decides it."""
         return {"roles.kind": self.roles.kind, **super().placements}
 
     @property
     def zero_metrics(self) -> tuple[str, ...]:
-        """As of every trainer, where what was sampled is compared with no older version."""
+        """As in every trainer, if sampled tokens are not compared with an older version."""
         is_older = self.algorithm.old_logprobs == "rollout" and not self.schedule_options.is_on_policy
         return UPDATE_KL if self.has_one_update and not is_older else ()
 
@@ -107,7 +107,7 @@ class AsyncSettings(Settings):
 
 
 def schedule_problems(settings: AsyncSettings) -> Iterator[str]:
-    """What of the asynchronous settings cannot work."""
+    """Problems of the asynchronous settings."""
     schedule, roles = settings.schedule, settings.roles
     for name, value, least in (
         ("schedule.max_staleness", schedule.max_staleness, 0),

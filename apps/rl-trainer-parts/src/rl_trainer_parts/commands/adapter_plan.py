@@ -32,7 +32,7 @@ def describe_adapter(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     if lora.serving == "adapter":
         yield f"  an update  {trained * size / MIB:.2f} MiB, beside the base in the engines (lora.serving = adapter)"
     else:
-        yield f"  an update  {total * size / MIB:.2f} MiB, all weights adapter merged in (lora.serving = merged)"
+        yield f"  an update  {total * size / MIB:.2f} MiB, all weights, adapter merged in (lora.serving = merged)"
     yield from _learning_rate(settings.learner.learning_rate)
 
 
