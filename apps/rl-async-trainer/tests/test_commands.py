@@ -34,19 +34,19 @@ def test_a_run_that_is_not_there_is_told_from_one_that_has_ended(
         return capsys.readouterr().err
 
     assert complaint("status", "runs/a") == (
-        f"error: no run lives in runs/a to ask: there is no such folder (looked in {tmp_path}). "
+        f"error: no live run in runs/a: there is no such folder (looked in {tmp_path}). "
         "A run makes it when its settings are checked.\n"
     )
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
-    assert "it has no control.json, which rl-async-trainer keeps there while it runs." in complaint("status", "runs/a")
+    assert "it has no control.json, which exists while rl-async-trainer runs." in complaint("status", "runs/a")
     folder = RunFolder(run)
     folder.acquire()
     try:
-        assert f"process {os.getpid()} holds runs/a and cannot be asked" in complaint("status", "runs/a")
+        assert f"process {os.getpid()} holds runs/a but does not answer" in complaint("status", "runs/a")
     finally:
         folder.release()
     (run / "control.json").write_text(json.dumps({"socket": str(tmp_path / "socket")}))
     assert complaint("scale", "runs/a", "--engines", "2") == (
-        "error: no run lives in runs/a to ask: its process has ended. Continue it with train --resume.\n"
+        "error: no live run in runs/a: its process has ended. Continue it with train --resume.\n"
     )

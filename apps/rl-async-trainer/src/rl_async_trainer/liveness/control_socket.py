@@ -80,7 +80,7 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
         DeadlineError: It did not answer in time.
     """
     file = folder / FILE
-    nobody = f"no run lives in {folder} to ask:"
+    nobody = f"no live run in {folder}:"
     if not folder.is_dir():
         raise NotReadyError(
             f"{nobody} there is no such folder (looked in {Path.cwd()}). A run makes it when its settings are checked."
@@ -89,12 +89,13 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
         holder = _holder(folder)
         if holder is not None:
             raise NotReadyError(
-                f"process {holder} holds {folder} and cannot be asked: it loads its libraries, which takes seconds, or "
-                f"has nearly ended; ask again. A run of rl-sync-trainer is asked by `rl-metrics doctor {folder}` alone."
+                f"process {holder} holds {folder} but does not answer: it is loading its libraries, which takes "
+                "seconds, or is about to end; try again. For a run of rl-sync-trainer use "
+                f"`rl-metrics doctor {folder}`."
             )
         raise NotReadyError(
-            f"{nobody} it has no {FILE}, which rl-async-trainer keeps there while it runs. See how a run ended with "
-            "rl-metrics doctor, and go on with it by train --resume."
+            f"{nobody} it has no {FILE}, which exists while rl-async-trainer runs. See how a run ended with "
+            "rl-metrics doctor, and continue it with train --resume."
         )
     try:
         place = read_json_object(file)["socket"]
