@@ -50,8 +50,11 @@ class WeightPublisher:
 
     @property
     def is_live(self) -> bool:
-        """True while the learner's weights must not change: engines read them, or the canary needs them."""
-        return self._packed is not None and self._packed[0].is_live
+        """True while the learner's weights must not change: it packs them, engines read them, or the canary needs them.
+
+        A step that is ordered while it packs would be trained before the engines have what was packed.
+        """
+        return self._is_packing or (self._packed is not None and self._packed[0].is_live)
 
     def lost(self) -> None:
         """The engines have no weights any more, or cannot get those that they miss; `changed` is held."""
