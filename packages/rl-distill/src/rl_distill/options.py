@@ -14,6 +14,7 @@ DECAYS = ("linear", "cosine")
 RECOMPUTES = ("none", "selective", "full")
 RECOMPUTED_MODULES = ("core_attn", "layernorm", "mlp", "moe")
 """Parts of a layer, by megatron's names."""
+DEFAULT_RECOMPUTED = ("layernorm",)
 KernelChoice = Literal["auto", "plain", "fused", "transformer_engine"]
 KERNELS = ("auto", "plain", "fused", "transformer_engine")
 PRODUCTS = ("auto", "torch", "onednn")
@@ -77,7 +78,7 @@ class LearnerOptions:
     products: Literal["auto", "torch", "onednn"] = "auto"
     dtype: str = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
-    recompute_modules: tuple[str, ...] = ("layernorm",)
+    recompute_modules: tuple[str, ...] = DEFAULT_RECOMPUTED
     kernels: KernelChoice = "auto"
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
@@ -94,9 +95,7 @@ class LearnerOptions:
         known = {"dtype": DTYPES, "decay": DECAYS, "recompute": RECOMPUTES, "products": PRODUCTS, "kernels": KERNELS}
         flags = ("overlap_grad_reduce", "overlap_param_gather", "offload_optimizer")
         yield from not_among(self, {**known, **dict.fromkeys(flags, (False, True))})
-        modules: object = self.recompute_modules
-        if not isinstance(modules, tuple | list) or not modules or not set(modules) <= set(RECOMPUTED_MODULES):
-            yield f"recompute_modules must be some of {', '.join(RECOMPUTED_MODULES)}; found {modules!r}."
+        yield from self._recompute_problems()
         if self.overlap_param_gather is True and self.overlap_grad_reduce is False:
             yield "overlap_param_gather needs overlap_grad_reduce = true."
         betas = self.betas
@@ -107,6 +106,16 @@ class LearnerOptions:
             yield (
                 f"decay_steps = {self.decay_steps} is the step at which the rate reaches min_learning_rate; it must "
                 f"come after warmup_steps = {self.warmup_steps}."
+            )
+
+    def _recompute_problems(self) -> Iterator[str]:
+        modules: object = self.recompute_modules
+        if not isinstance(modules, tuple | list) or not modules or not set(modules) <= set(RECOMPUTED_MODULES):
+            yield f"recompute_modules must be some of {', '.join(RECOMPUTED_MODULES)}; found {modules!r}."
+        elif self.recompute in ("none", "full") and tuple(modules) != DEFAULT_RECOMPUTED:
+            yield (
+                f'recompute_modules = {list(modules)} has no effect with recompute = "{self.recompute}". Set recompute '
+                '= "selective", or leave out recompute_modules.'
             )
 
     def check(self) -> None:

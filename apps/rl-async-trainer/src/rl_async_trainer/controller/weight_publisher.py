@@ -50,8 +50,11 @@ class WeightPublisher:
 
     @property
     def is_live(self) -> bool:
-        """True while the learner's weights must not change, because engines read them or the canary needs them."""
-        return self._packed is not None and self._packed[0].is_live
+        """True while the learner's weights must not change: they are packed, read by engines, or needed by the canary.
+
+        A step ordered during packing would be trained before the engines have the packed weights.
+        """
+        return self._is_packing or (self._packed is not None and self._packed[0].is_live)
 
     def lost(self) -> None:
         """The engines have lost their weights, or cannot get the missed ones; `changed` is held."""

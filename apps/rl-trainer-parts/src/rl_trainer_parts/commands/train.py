@@ -8,6 +8,7 @@ from rl_metrics.trackers import ConsoleTracker
 from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.distillation import check_teachers
 from rl_trainer_parts.checks.engines import check_engines, check_loop
+from rl_trainer_parts.checks.this_machine import machine_problems
 from rl_trainer_parts.checks.trainable import trainable_problems
 from rl_trainer_parts.commands.command_line import say
 from rl_trainer_parts.commands.plan import PromptCounts
@@ -44,7 +45,8 @@ def train_checked(
         DataError: A user's file cannot be used.
     """
     with console.phase("checking settings and files", is_brief=True):
-        check_settings(settings, [*also_refused, *trainable_problems(settings)])
+        lacking = list(machine_problems(settings))
+        check_settings(settings, [*also_refused, *trainable_problems(settings), *([] if dry_run else lacking)])
         inputs = read_inputs(settings)
         check_teachers(settings, inputs.tokenizer, inputs.train)
         loop_lines = check_loop(settings, inputs.tokenizer)
@@ -53,6 +55,8 @@ def train_checked(
     for note in what_to_look_at(settings, inputs):
         console.say(f"note: {note}")
     if dry_run:
+        for problem in lacking:
+            console.say(f"warning: a run on this machine is refused: {problem}")
         folder = RunFolder(settings.run_folder)
         if resume:
             require_resumable(folder, settings)
