@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 from packaging.version import Version
 
+from rl_core.terminal_text import bytes_text
 from rl_trainer_parts.machine.needs import GIB, Needs, Sizes
 from rl_trainer_parts.machine.readings import OURS, Cuda, Machine
 
@@ -164,7 +165,7 @@ def _gpus(machine: Machine, needs: Needs) -> Iterator[Check]:
         yield _unusable_gpus(machine)
         return
     names = ", ".join(
-        f"{one.name} ({one.free_bytes / GIB:.1f} of {one.total_bytes / GIB:.1f} GiB free)" for one in cuda.gpus
+        f"{one.name} ({bytes_text(one.free_bytes)} of {bytes_text(one.total_bytes)} free)" for one in cuda.gpus
     )
     found = f"{names}; driver {machine.driver or 'not known'}, torch for CUDA {cuda.built_for}"
     if any(one.free_bytes < MOSTLY * one.total_bytes for one in cuda.gpus):
@@ -201,9 +202,9 @@ def _gpu_memory(cuda: Cuda, needs: Needs, sizes: Sizes) -> Check:
     least = min(one.total_bytes for one in cuda.gpus)
     is_shared = needs.shares_gpu or (len(cuda.gpus) == 1 and needs.gpus <= 1)
     of_engine = max(needs.gpu_utilization * least, sizes.engine) if is_shared else 0.0
-    found = f"{sizes.rank / GIB:.2f} GiB for the learner, without activations"
-    found += f", and {of_engine / GIB:.2f} GiB for the engine" if is_shared else ""
-    found += f", of {least / GIB:.1f} GiB"
+    found = f"{bytes_text(sizes.rank)} for the learner, without activations"
+    found += f", and {bytes_text(of_engine)} for the engine" if is_shared else ""
+    found += f", of {bytes_text(least)}"
     if sizes.rank + of_engine <= least:
         return Check("gpu memory", "ok", found)
     advice = "Lower engine.gpu_memory_utilization, set rollout.sleep and trainer.offload, train in bfloat16 or with "
@@ -213,16 +214,16 @@ def _gpu_memory(cuda: Cuda, needs: Needs, sizes: Sizes) -> Check:
 
 def _memory(machine: Machine, needs: Needs) -> Check:
     total, free = machine.memory.total_bytes, machine.memory.free_bytes
-    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    found = f"{bytes_text(free)} of {bytes_text(total)} free"
     wanted = LEAST_MEMORY
     if (sizes := needs.sizes) is not None and not machine.gpu_names:
         wanted = needs.ranks * sizes.rank + needs.engines * (sizes.engine + sizes.cache)
-        found += f"; models and caches take {wanted / GIB:.2f} GiB, without activations"
+        found += f"; models and caches take {bytes_text(wanted)}, without activations"
     if wanted <= free:
         return Check("memory", "ok", found)
     return Check(
         "memory",
-        "problem" if wanted > total else "warning",
+        "problem" if sizes is not None and wanted > total else "warning",
         found,
         "End other programs, raise the container's limit, take a smaller model, lora.rank or bfloat16, or lower "
         "engine.kv_cache_gib.",
@@ -235,9 +236,9 @@ def _shared_memory(machine: Machine, needs: Needs) -> Check:
     if space is None:
         found = "no /dev/shm: weights go to engines through TMPDIR, on a disk"
         return Check(name, "warning", found, "Mount a tmpfs on /dev/shm.")
-    found = f"{space.free_bytes / GIB:.2f} of {space.total_bytes / GIB:.2f} GiB free in /dev/shm"
+    found = f"{bytes_text(space.free_bytes)} of {bytes_text(space.total_bytes)} free in /dev/shm"
     if wanted:
-        found += f"; old and new weights take {wanted / GIB:.2f} GiB"
+        found += f"; old and new weights take {bytes_text(wanted)}"
     advice = "In Docker, give --shm-size=16g or --ipc=host; in Kubernetes, mount an emptyDir with medium: Memory there."
     if wanted > space.free_bytes:
         advice += ' Or set weights.transport = "tcp".'
@@ -284,14 +285,14 @@ def _ray(machine: Machine) -> Iterator[Check]:
 
 def _disk(machine: Machine, needs: Needs) -> Check:
     space = machine.disk
-    found = f"{space.free_bytes / GIB:.1f} GiB free in {space.path}"
+    found = f"{bytes_text(space.free_bytes)} free in {space.path}"
     if not space.is_writable:
         found = f"{space.path} cannot be written"
         return Check("disk", "problem", found, "Choose another place: --run.directory.")
     wanted = LEAST_DISK
     if needs.sizes is not None:
         wanted = needs.checkpoints * needs.sizes.checkpoint
-        found += f"; {needs.checkpoints} checkpoints take {wanted / GIB:.2f} GiB"
+        found += f"; {needs.checkpoints} checkpoints take {bytes_text(wanted)}"
     if wanted <= space.free_bytes:
         return Check("disk", "ok", found)
     return Check(
