@@ -24,7 +24,7 @@ USAGE = """usage: rl-sync-trainer COMMAND ...
   new DIR [--model FOLDER]
       Write commented settings, a reward and ten problems to start from.
   check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
-      See whether this machine can run it, or these settings, and what to do where not.
+      Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
   train SETTINGS.toml [--resume] [--dry-run] [--section.name=value ...]
       Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits.
   train --help [SECTION]

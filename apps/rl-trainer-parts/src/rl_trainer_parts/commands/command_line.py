@@ -32,7 +32,7 @@ export CHECKPOINT FOLDER: write the policy of a checkpoint, or of a run's newest
   --adapter      Write only the LoRA adapter, in peft's format.
   --base FOLDER  Where the adapter's base model is now, if it has moved."""
 CHECK_MACHINE_HELP = """\
-{program} check-machine [SETTINGS.toml] [--json] [--section.name=value ...]: check whether this machine can run a trainer.
+{program} check-machine [SETTINGS.toml] [--json] [--section.name=value ...]: check whether this machine can train.
   It checks Python, packages, GPUs, memory, shared memory, ports, Ray, disk and limits, and says what to do. With
   settings it compares them with that run's needs. Exit status: 0 no problem, 1 problems.
   --json  Print one JSON object."""
@@ -47,7 +47,7 @@ class Program:
     Attributes:
         name: Name of the program and of its distribution.
         usage: All commands with their arguments and a description.
-        commands: Further commands by name, beside `new`, `check-machine` and `validate`; each may modify the argument list.
+        commands: Commands by name beside `new`, `check-machine` and `validate`; each may modify the argument list.
         settings: Returns the settings class, whose import takes a second.
     """
 
