@@ -343,9 +343,9 @@ FOLDERS = {
     "resumed from settings that are not readable": Mistake(
         spoil=lambda run: (with_run(run), (run.run_folder / "settings.toml").write_text("[")),
         words=("--resume",),
-        says=("runs/tiny/settings.toml, with which the run was begun, is not readable",),
+        says=("runs/tiny/settings.toml, written when the run started, is not readable",),
     ),
-    "nothing to resume": Mistake(words=("--resume",), says=("--resume: ", "has no run to go on with")),
+    "nothing to resume": Mistake(words=("--resume",), says=("--resume: ", "has no run to resume")),
     "run folder under a file": Mistake(
         spoil=lambda run: (run.folder / "runs").write_text(""), says=("runs/tiny cannot be made", "--run.directory")
     ),

@@ -64,7 +64,7 @@ def settings_with(changes: dict[str, Any]) -> Settings:
         ({"weights.transport": "ipc"}, 'set rollout.placement to "process" and replicas.count to 1, or take'),
         (
             {**SHARED_GPU, "replicas.count": 2},
-            'weights.transport = "ipc" is for one engine in a process of its own and a learner of one rank, on one GPU',
+            'weights.transport = "ipc" needs one engine in its own process and a single-rank learner on the same GPU',
         ),
         ({**SHARED_GPU, "engine.tensor_parallel_size": 2}, "set engine.tensor_parallel_size to 1, or take"),
         ({**SHARED_GPU, "cluster.kind": "process"}, 'set cluster.kind to "inline" and parallel.ranks to 1, or take'),

@@ -1,4 +1,4 @@
-"""What `train` does in both trainers: check everything that can be checked, then make one launch of the run."""
+"""The `train` command of both trainers: check everything that can be checked, then run."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -29,20 +29,20 @@ def train_checked(
     launch: Callable[[Chosen, Inputs, RunFolder, ConsoleTracker], Coroutine[Any, Any, int]],
     also_refused: Iterable[str] = (),
 ) -> int:
-    """Train, or print the plan; gives the exit status.
+    """Train, or print the plan; return the exit status.
 
     Args:
-        settings: Of the run.
+        settings: The run's settings.
         console: Shows progress.
-        resume: Go on with the run in the folder.
-        dry_run: Print the plan and end; nothing is written.
-        describe: The plan as text, with lines of the agent loop.
-        launch: Trains in a folder that this process holds; gives the exit status.
-        also_refused: What of the settings this trainer alone has cannot work, in words.
+        resume: Continue the run in the folder.
+        dry_run: Print the plan and exit without writing anything.
+        describe: Returns the plan as text, given the agent loop's lines.
+        launch: Trains in a folder that this process has locked; returns the exit status.
+        also_refused: Further problems, from settings that only this trainer has.
 
     Raises:
-        SettingsError: A setting is impossible, or the folder is not free.
-        DataError: A file of the user cannot be used.
+        SettingsError: A setting is impossible, or the folder is in use.
+        DataError: A user's file cannot be used.
     """
     with console.phase("checking settings and files", is_brief=True):
         lacking = list(machine_problems(settings))
