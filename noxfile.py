@@ -36,8 +36,8 @@ from tooling.environments import (
     wheels_environment,
     workspace,
 )
-from tooling.pythons import HERE, PYTHONS, needed_python
-from tooling.runs import STOP_S, Job, end, run_jobs, run_pytest, summary
+from tooling.pythons import HERE, PYTHONS, how_to_get, needed_python, other_pythons
+from tooling.runs import LOGS, STOP_S, Job, end, run_jobs, run_pytest, summary
 
 SOURCES = tuple(f"{project}/src" for project in PROJECTS)
 CHECKED = (*PROJECTS, "benchmarks", "examples", "tests", "tooling", "noxfile.py", "conftest.py")
@@ -69,8 +69,11 @@ CHECKS = (
     ("unit", "rl-core"),
     ("unit", "rl-metrics"),
     ("wheels",),
+    ("pythons",),
 )
 """Sessions of `checks`, with their arguments: the quick ones first, then the longest."""
+ON_EVERY_PYTHON = ("rl-core", "rl-metrics", "-m", "not one_python and not soak and not gpu")
+"""Arguments that `pythons` passes to `unit`."""
 PEERS = {
     "trl": ("TRL_PYTHON", TRL),
     "transfer": ("TRANSFERQUEUE_PYTHON", TRANSFERQUEUE),
@@ -107,8 +110,8 @@ def tests(session: nox.Session) -> None:
     suites = ["tests", "examples", *WORKSPACE_TESTS, *apps]
     session.log("All tests, and beside them the checks (lint, imports, types, unit, wheels); on two cores 20 minutes.")
     with summary(session):
-        checks = Job("checks", ("--at-once", "1"))
-        running = checks.start()
+        beside = (Job("checks", ("--at-once", "1", "--without", "pythons")), Job("pythons", ()))
+        running = [job.start() for job in beside]
         try:
             chromium(session)
             failure = None
@@ -116,27 +119,30 @@ def tests(session: nox.Session) -> None:
                 run_pytest(session, workspace(session), *TWO_WORKERS, *suites)
             except CommandFailed as error:
                 failure = error
-            session.log(f"Waiting for the checks, which write to {checks.log.relative_to(ROOT)}.")
-            running.wait()
+            session.log(f"Waiting for the checks, which write to {LOGS.relative_to(ROOT)}.")
+            for process in running:
+                process.wait()
         finally:
-            end([running])
-        print(checks.log.read_text(errors="replace"))
+            end(running)
+        print(*(job.log.read_text(errors="replace") for job in beside), sep="")
     if failure is not None:
         raise failure
-    if running.returncode:
+    if any(process.returncode for process in running):
         session.error("the tests passed, but a check above failed")
 
 
 @nox.session
 def checks(session: nox.Session) -> None:
-    """Run lint, imports, types, unit and wheels, two at once: what a bare `nox` does."""
+    """Run lint, imports, types, unit, wheels and pythons, two at once: what a bare `nox` does."""
     parser = argparse.ArgumentParser(prog="nox -s checks --")
     parser.add_argument("--at-once", type=int, default=2, help="how many side by side")
+    parser.add_argument("--without", choices=sorted({name for name, *_ in CHECKS}), help="a session to leave out")
     options = parser.parse_args(session.posargs)
     if options.at_once < 1:
         parser.error(f"--at-once must be at least 1; found {options.at_once}.")
+    jobs = [Job(name, tuple(words)) for name, *words in CHECKS if name != options.without]
     with summary(session):
-        run_jobs(session, [Job(name, tuple(words)) for name, *words in CHECKS], at_once=options.at_once)
+        run_jobs(session, jobs, at_once=options.at_once)
 
 
 @nox.session
@@ -175,6 +181,17 @@ def unit(session: nox.Session) -> None:
                 failed.append(name)
     if failed:
         session.error(f"unit tests failed: {', '.join(failed)}")
+
+
+@nox.session
+def pythons(session: nox.Session) -> None:
+    """Run the unit tests of rl-core and rl-metrics on each other supported Python that is here; say which is not."""
+    found, missing = other_pythons()
+    for minor in missing:
+        session.warn(f"Not tested on Python {minor}, which is not here; {how_to_get(minor)}")
+    jobs = [Job("unit", ("--python", minor, *ON_EVERY_PYTHON)) for minor in found]
+    with summary(session):
+        run_jobs(session, jobs, at_once=1)
 
 
 @nox.session
