@@ -25,7 +25,7 @@ from rl_distill.megatron import rank_model, setup
 from rl_distill.megatron.layers.norm import _RMSNormFunction
 from rl_distill.megatron.parallel import initialize_groups
 from rl_distill.megatron.rank_model import RankModel
-from rl_distill.megatron.setup import ModelPlan
+from rl_distill.megatron.setup import ModelPlan, fill_weights
 from rl_distill.options import ParallelOptions
 
 META = torch.device("meta")
@@ -207,13 +207,27 @@ class StepMemory(MemTracker):
         return 0, 0
 
 
-def step_memory(model: RankModel, step: Callable[[], Any]) -> int:
-    """Bytes that a step takes at its peak beside what the model keeps."""
-    tracker = StepMemory()
+def step_memory(model: RankModel, objective: Any, step: Callable[[Any], Any]) -> dict[str, int]:
+    """Bytes of everything on the GPU, by torch's tracker.
+
+    Args:
+        model: Its kept tensors are there before the step.
+        objective: Called between the passes.
+        step: A whole step with the objective that it is given.
+
+    Returns:
+        "between passes", of the last micro-batch; and at the "peak", with the working memory of head and layers.
+    """
+    tracker, found = StepMemory(), dict[str, int]()
     tracker.track_external(*chain(*model.tensors.kept()))
+
+    def noting(*args: Any) -> Any:
+        found["between passes"] = tracker.get_tracker_snapshot("current")[META]["Total"]
+        return objective(*args)
+
     with tracker:
-        step()
-    return tracker.get_tracker_snapshot("peak")[META]["Total"] - sum(model.memory())
+        step(noting)
+    return found | {"peak": tracker.get_tracker_snapshot("peak")[META]["Total"]}
 
 
 def build(plan: ModelPlan, *, is_large: bool = False) -> RankModel:
@@ -221,17 +235,18 @@ def build(plan: ModelPlan, *, is_large: bool = False) -> RankModel:
 
     Args:
         plan: What to build.
-        is_large: Build on the meta device, without memory; else in the host's, from where the learner moves it.
+        is_large: Make no random weights, which would take the host's memory one after the other.
     """
-    if not is_large:
-        return RankModel(plan, device=META)
-    with replaced((rank_model, "build_chunks", _build_without_memory), (setup, "random_tensor", _without_memory)):
+    large = [(setup, "random_tensor", _without_memory)] if is_large else []
+    with replaced((setup, "fill_weights", _fill_weights), *large):
         return RankModel(plan, device=META)
 
 
-def _build_without_memory(*args: Any, **kwargs: Any) -> list[Any]:
-    with META:
-        return setup.build_chunks(*args, **kwargs)
+def _fill_weights(model: torch.nn.Module, *args: Any) -> None:
+    """The learner's, of a model that never was in the host's memory."""
+    places = {parameter.device for parameter in model.parameters()}
+    assert places == {META}, f"built on {places}"
+    fill_weights(model, *args)
 
 
 def _without_memory(name: str, shape: tuple[int, ...], plan: ModelPlan) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What can be refused of a model's folder before it is loaded."""
+"""Checks of a model folder before the model loads."""
 
 import re
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from rl_core.errors import DataError
 from rl_core.files import read_json_object
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""Owner and name of what the Hugging Face hub has."""
+"""A Hugging Face hub id: owner and name."""
 
 
 def missing_path(path: Path, *, setting: str, kind: Literal["model", "dataset"]) -> str:
-    """What is wrong with a path where nothing is, and how to fetch it where it looks like an id of the hub."""
+    """Describe a missing path, and how to download it if it looks like a hub id."""
     problem = f"{setting}: {path} does not exist (looked in {Path.cwd()})."
     if path.parts[:1] == ("~",):
         return f"{problem} ~ is not expanded here; write $HOME, which the shell expands."
@@ -34,7 +34,7 @@ def missing_path(path: Path, *, setting: str, kind: Literal["model", "dataset"])
 
 
 def check_policy_folder(path: Path, *, setting: str, needs_tokenizer: bool = True) -> Iterator[str]:
-    """Problems of a Hugging Face folder, in words."""
+    """Problems of a Hugging Face folder."""
     if not path.exists():
         yield missing_path(path, setting=setting, kind="model")
         return
