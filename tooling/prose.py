@@ -53,7 +53,7 @@ def python_lines(file: str, source: str) -> Iterator[Line]:
     """The prose in a Python file, a paragraph for each docstring entry and each message."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
-            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "`x`" for part in node.values)
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "x1" for part in node.values)
             for part in node.values:
                 if isinstance(part, ast.Constant):
                     part.value = ""  # walked again on its own
