@@ -36,7 +36,9 @@ from tooling.environments import (
     wheels_environment,
     workspace,
 )
+from tooling.projects import read_projects
 from tooling.pythons import HERE, PYTHONS, how_to_get, needed_python, other_pythons
+from tooling.release import DIST, build, release_projects, try_from_index
 from tooling.runs import LOGS, STOP_S, Job, end, run_jobs, run_pytest, summary
 
 SOURCES = tuple(f"{project}/src" for project in PROJECTS)
@@ -100,6 +102,7 @@ def train(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run what CI runs: the checks, and beside them all tests on real vLLM and Megatron; with arguments, pytest."""
+    ensure(session, TOOLS)  # tests/test_release.py writes a changelog with its towncrier
     if session.posargs:
         with summary(session):
             if any(word.rstrip("/") == "tests" or "report" in word for word in session.posargs):
@@ -196,12 +199,13 @@ def pythons(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and format; `nox -s lint -- --fix` mends what can be mended."""
+    """Check style, format and prose; `nox -s lint -- --fix` fixes style and format."""
     tools = ensure(session, TOOLS)
     fix = "--fix" in session.posargs
     paths = [path for path in CHECKED if (ROOT / path).exists()]
     session.run(tools, "-m", "ruff", "check", *(["--fix"] if fix else []), *paths)
     session.run(tools, "-m", "ruff", "format", *([] if fix else ["--check"]), *paths)
+    session.run(tools, "tooling/prose.py")
 
 
 @nox.session
@@ -229,16 +233,15 @@ def imports(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build every wheel and try them outside the checkout, in environments with nothing but what they declare.
+    """Build every wheel as `release` does, and try them outside the checkout, with nothing but what they declare.
 
-    Each trainer is installed alone first, with ours from `dist` and no index: what it needs is ours, or locked.
+    rl-core goes into an empty environment. Then each trainer is installed alone, with ours from `dist` and no index:
+    what it needs is ours, or locked.
     """
-    tools = ensure(session, TOOLS)
-    dist = ROOT / "dist"
-    shutil.rmtree(dist, ignore_errors=True)
-    for project in PROJECTS:
-        session.run(tools, "-m", "build", "--no-isolation", "--outdir", str(dist), project, silent=True)
-    built = {path.name.partition("-")[0].replace("_", "-"): str(path) for path in sorted(dist.glob("*.whl"))}
+    projects = read_projects()
+    build(session, ensure(session, TOOLS), list(projects))
+    built = {path.name.partition("-")[0].replace("_", "-"): str(path) for path in sorted(DIST.glob("*.whl"))}
+    try_from_index(session, projects["rl-core"], projects)
     light, whole = ("rl-core", "rl-rollout"), tuple(built)
     python = ensure(session, wheels_environment("wheels-light", built, light))
     install(session, python, "--no-deps", "--force-reinstall", *(built[name] for name in light))
@@ -246,7 +249,7 @@ def wheels(session: nox.Session) -> None:
     python = ensure(session, wheels_environment("wheels", built, whole))
     for app in ("rl-sync-trainer", "rl-async-trainer"):
         session.run(python, "-m", "pip", "uninstall", "--quiet", "--yes", *whole)
-        install(session, python, "--no-index", "--find-links", str(dist), app)
+        install(session, python, "--no-index", "--find-links", str(DIST), app)
         try_wheels(session, python, "test_wheels.py", "-k", f"{app} or locked")
     install(session, python, "--no-deps", "--force-reinstall", *built.values())
     try_wheels(session, python, "test_imports.py", "test_wheels.py")
@@ -336,33 +339,9 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session
-def changelog(session: nox.Session) -> None:
-    """Show each package's next changelog; `nox -s changelog -- rl-core` writes that one and drops its fragments."""
-    tools = ensure(session, TOOLS)
-    names = [Path(project).name for project in PROJECTS]
-    for project, name in zip(PROJECTS, names, strict=True):
-        if session.posargs and name not in session.posargs:
-            continue
-        version = nox.project.load_toml(ROOT / project / "pyproject.toml")["project"]["version"]
-        mode = ["--yes"] if session.posargs else ["--draft"]
-        session.run(tools, "-m", "towncrier", "build", "--dir", project, "--version", version, *mode)
-
-
-@nox.session
-def names(session: nox.Session) -> None:
-    """Before a release, ask the package index whether it has one of our names already; `-- NAME` asks for another."""
-    tools = ensure(session, TOOLS)
-    ask = (tools, "-m", "pip", "index", "versions", "--pre", "--ignore-requires-python")
-    known, ours = "hatchling", session.posargs or [Path(project).name for project in PROJECTS]
-    found = {
-        name: "Available versions" in str(session.run(*ask, name, silent=True, success_codes=[0, 1]))
-        for name in (known, *ours)
-    }
-    if not found.pop(known):
-        session.error(f"no package index answers: it has no {known}. See `pip config list`")
-    if taken := [name for name in ours if found[name]]:
-        session.error(f"on the index already: {', '.join(taken)}. Rename what is ours and not yet released there")
-    session.log(f"Free on the index: {', '.join(ours)}.")
+def release(session: nox.Session) -> None:
+    """Check, build and try packages before a release: `nox -s release -- rl-core`; `--help` lists the further steps."""
+    release_projects(session)
 
 
 @nox.session

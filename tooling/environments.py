@@ -1,7 +1,6 @@
 """Virtual environments below .nox, one for each purpose, shared between verbs.
 
-Each is made from locks/ once, made again when what it was made from changes, and never taken for whole when its making
-was cut short.
+Each is made once from locks/, and made again when its inputs change. An interrupted build is never used.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ file = os.open(name, os.O_WRONLY | os.O_APPEND) if name else None; name and (os.
 """
 """A line of a .pth file, which an interpreter may read twice."""
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
-"""Names of the program, by any of which tests/support/chromium.py finds it."""
+"""Names of the program; tests/support/chromium.py looks for any of them."""
 APT_S = 600.0  # a mirror that stalls, or another apt-get, does not keep the tests
 
 

@@ -97,14 +97,14 @@ NAMES = {
     "nothing near": Mistake(settings={"zzz__qqq": 1}, says=("unknown setting 'zzz.qqq'", "`train --help` lists all")),
     "wrong type": Mistake(
         settings={"trainer__steps": "many"},
-        says=("trainer.steps: input should be a valid integer", "found 'many' (command line)", "Steps to train"),
+        says=("trainer.steps: input should be a valid integer", "found 'many' (command line)", "Training steps"),
     ),
     "wrong type in the file": Mistake(
         spoil=in_file("group_size = 4", 'group_size = "four"'), says=("rollout.group_size", "'four'", "settings.toml)")
     ),
     "true for a number": Mistake(
         settings={"trainer__steps": "true"},
-        says=("trainer.steps: must be integer; found true (command line). Steps to train",),
+        says=("trainer.steps: must be integer; found true (command line). Training steps",),
     ),
     "true for a number in the file": Mistake(
         spoil=in_file("max_tokens = 8", "max_tokens = 8\nvalidation_limit = false"),
@@ -326,10 +326,10 @@ def with_run(run: TinyRun) -> None:
 
 FOLDERS = {
     "a run is there already": Mistake(
-        spoil=with_run, says=("runs/tiny has a run already", "--resume", "--run.if_exists=archive", "--run.name=NAME")
+        spoil=with_run, says=("runs/tiny already holds a run", "--resume", "--run.if_exists=archive", "--run.name=NAME")
     ),
     "a run is there already, in a rehearsal": Mistake(
-        spoil=with_run, words=("--dry-run",), says=("runs/tiny has a run already",)
+        spoil=with_run, words=("--dry-run",), says=("runs/tiny already holds a run",)
     ),
     "resumed with other settings": Mistake(
         spoil=with_run,

@@ -132,7 +132,7 @@ def test_an_earlier_run_is_refused_resumed_or_archived(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
     assert begin(settings) == []
     (settings.run_folder / "mark").touch()
-    with pytest.raises(SettingsError, match="has a run already"):
+    with pytest.raises(SettingsError, match="already holds a run"):
         begin(settings)
     assert begin(settings, resume=True) == []
     assert begin(settings_in(tmp_path, run__if_exists="resume")) == []

@@ -1,4 +1,4 @@
-"""The command line: train, validate, status, scale, simulate, export."""
+"""The command line: new, check-machine, train, validate, status, scale, simulate, export."""
 
 import argparse
 import os
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 USAGE = """usage: rl-async-trainer COMMAND ...
 
+  new DIR [--model FOLDER]
+      Write commented settings, a reward and ten problems to start from.
+  check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
+      Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
   train SETTINGS.toml [--resume] [--dry-run] [--replay RUN] [--section.name=value ...]
       Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits;
       --replay trains on the groups of a recorded run in the same steps, from its skip cache if it has one.

@@ -1,4 +1,4 @@
-"""The command line: train, validate, export."""
+"""The command line: new, check-machine, train, validate, export."""
 
 import os
 import sys
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 USAGE = """usage: rl-sync-trainer COMMAND ...
 
+  new DIR [--model FOLDER]
+      Write commented settings, a reward and ten problems to start from.
+  check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
+      Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
   train SETTINGS.toml [--resume] [--dry-run] [--section.name=value ...]
       Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits.
   train --help [SECTION]

@@ -17,11 +17,16 @@ def missing_path(path: Path, *, setting: str, kind: Literal["model", "dataset"])
     problem = f"{setting}: {path} does not exist (looked in {Path.cwd()})."
     if path.parts[:1] == ("~",):
         return f"{problem} ~ is not expanded here; write $HOME, which the shell expands."
+    words = "" if kind == "model" else " --repo-type dataset"
+    what = "folder" if kind == "model" else "file of that folder"
+    if len(path.parts) > 1 and path.parts[0] == f"{kind}s":  # where such a download puts it
+        return (
+            f"{problem} Fetch it by `hf download OWNER/{Path(*path.parts[1:2])}{words} --local-dir "
+            f"{Path(*path.parts[:2])}`, or give another {what}."
+        )
     if not HUB_ID.fullmatch(str(path)) or path.parent.is_dir():
         return problem
     folder = f"{kind}s/{path.name}"
-    words = "" if kind == "model" else " --repo-type dataset"
-    what = "folder" if kind == "model" else "file of that folder"
     return (
         f"{problem} It looks like a {kind} of the Hugging Face hub: fetch it by `hf download {path}{words} --local-dir "
         f"{folder}`, and give the {what}."

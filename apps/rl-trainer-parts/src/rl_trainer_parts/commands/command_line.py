@@ -31,6 +31,11 @@ export CHECKPOINT FOLDER: write the policy of a checkpoint, or of a run's newest
   --merge        Merge a LoRA adapter into its base model (default).
   --adapter      Write only the LoRA adapter, in peft's format.
   --base FOLDER  Where the adapter's base model is now, if it has moved."""
+CHECK_MACHINE_HELP = """\
+{program} check-machine [SETTINGS.toml] [--json] [--section.name=value ...]: check whether this machine can train.
+  It checks Python, packages, GPUs, memory, shared memory, ports, Ray, disk and limits, and says what to do. With
+  settings it compares them with that run's needs. Exit status: 0 no problem, 1 problems.
+  --json  Print one JSON object."""
 WITH_SETTINGS = ("train", "validate")
 """Commands whose --help explains settings."""
 
@@ -42,7 +47,7 @@ class Program:
     Attributes:
         name: Name of the program and of its distribution.
         usage: All commands with their arguments and a description.
-        commands: Further commands by name, beside `validate`; each may modify the argument list.
+        commands: Commands by name beside `new`, `check-machine` and `validate`; each may modify the argument list.
         settings: Returns the settings class, whose import takes a second.
     """
 
@@ -62,8 +67,34 @@ class Program:
         asked = [index for index, word in enumerate(words) if word in HELP]
         if asked and words[0] in WITH_SETTINGS:
             return run_command(("help", *words[asked[0] + 1 :]), {"help": self._explain})
-        first = {"train": self.commands["train"], "validate": self._validate}
+        first = {
+            "new": self._new,
+            "check-machine": self._check_machine,
+            "train": self.commands["train"],
+            "validate": self._validate,
+        }
         return run_command(words, {**first, **self.commands})
+
+    def _new(self, words: list[str]) -> int:
+        """`new DIR [--model FOLDER]`."""
+        from rl_trainer_parts.commands.new import new
+
+        return new(words, self.settings(), program=self.name)
+
+    def _check_machine(self, words: list[str]) -> int:
+        """`check-machine [SETTINGS.toml] [--json] [--section.name=value ...]`."""
+        if set(HELP) & set(words):
+            say(CHECK_MACHINE_HELP.format(program=self.name))
+            return 0
+        as_json = take_flag(words, "--json")
+        from rl_trainer_parts.commands.check_machine import check_machine
+
+        if not words:
+            return check_machine(None, as_json=as_json)
+        file = take_file(words, f"{self.name} check-machine")
+        from rl_trainer_parts.settings.sources import load_settings
+
+        return check_machine(load_settings(file, words, os.environ, kind=self.settings()), as_json=as_json)
 
     def _validate(self, words: list[str]) -> int:
         """`validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]`."""
