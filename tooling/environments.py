@@ -21,7 +21,7 @@ from pathlib import Path
 
 import nox
 
-from tooling.pythons import HERE, PYTHONS, Interpreter
+from tooling.pythons import HERE, PYTHONS, Interpreter, find_python
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rl-core", "rl-rollout", "rl-distill", "rl-metrics")
@@ -212,10 +212,12 @@ def interpreter_mistake(environment: Environment) -> str:
     allowed = [int(python.split(".")[1]) for python in PYTHONS]
     if minor in allowed or (minor > max(allowed) and not any(TORCH in step for step in environment.steps)):
         return ""
+    found = next(filter(None, map(find_python, PYTHONS)), None)
+    get = "Get one (`apt-get install python3.11-venv`, `pyenv install 3.11`, `uv python install 3.11`), and run nox on"
+    advice, program = (f"This machine has {found.minor}; run nox on", found.program) if found else (get, "python3.11")
     return (
         f".nox/{environment.name} needs Python {', '.join(PYTHONS[:-1])} or {PYTHONS[-1]}; nox runs on {version}. "
-        "Get one (`apt-get install python3.11-venv`, `pyenv install 3.11` or `uv python install 3.11`), and run nox on "
-        "it: `python3.11 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s train`"
+        f"{advice} it: `{program} -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s train`"
     )
 
 

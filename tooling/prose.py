@@ -76,7 +76,7 @@ def is_prose(text: str) -> bool:
 
 def paragraph_line(line: str, file: str, number: int) -> Iterator[Line]:
     """A docstring's line as Markdown: names as code, and each entry of a section a paragraph of its own."""
-    if line in ("Args:", "Returns:", "Raises:", "Yields:", "Attributes:"):
+    if line in ("Args:", "Returns:", "Raises:", "Yields:", "Attributes:") or line.startswith(("->", "<-")):
         yield "", file, number
         return
     if entry := FIELD.match(line):

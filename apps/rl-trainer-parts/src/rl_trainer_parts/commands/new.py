@@ -1,4 +1,4 @@
-"""`new DIR`: write settings, a reward and ten problems for a first run."""
+"""`new DIR`: settings, a reward and ten problems to start a run of one's own from."""
 
 import argparse
 import inspect
@@ -21,7 +21,7 @@ from rl_trainer_parts.settings.fields import setting_fields
 from rl_trainer_parts.settings.schema import Settings
 
 HUB_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
-"""A small model of a supported family, whose answers are short."""
+"""Small, of a family that the learner knows, and with answers that are short."""
 
 MODEL = Path("models") / HUB_MODEL.partition("/")[2]
 REWARD = Path(__file__).with_name("starter_reward.py")
@@ -33,7 +33,7 @@ WIDTH = 110
 
 
 def new(words: Sequence[str], kind: type[Settings], *, program: str) -> int:
-    """Write the folder, print the next commands, and return the exit status.
+    """Write the folder and print the next commands; return the exit status.
 
     Args:
         words: `DIR [--model FOLDER]`.
@@ -65,7 +65,7 @@ def new(words: Sequence[str], kind: type[Settings], *, program: str) -> int:
 
 
 def starter_values(folder: Path, model: Path | None) -> dict[str, object]:
-    """Values by name for the settings that most runs change, chosen for this machine and the model.
+    """Settings that a user is likely to change, by name, with values that suit this machine and the model.
 
     Raises:
         SettingsError: The model cannot be used.
@@ -115,10 +115,10 @@ def _has_chat_template(model: Path) -> bool:
 
 
 def settings_text(values: Mapping[str, object], kind: type[Settings], *, program: str) -> str:
-    """A settings file that explains each section and each setting by its docstring.
+    """A settings file whose sections and settings have their docstrings as comments.
 
     Args:
-        values: Values by name; names that `kind` does not have are left out.
+        values: Values by name; unknown names are left out.
         kind: The trainer's settings class.
         program: The trainer's command.
     """
@@ -151,10 +151,10 @@ def _rows(sums: Sequence[tuple[int, int]]) -> str:
 
 
 def write_new(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write files into a new or empty folder.
+    """Write files into a folder that is made here, or empty.
 
     Raises:
-        SettingsError: The folder is not empty, or cannot be written.
+        SettingsError: Something is there already, or the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
