@@ -22,7 +22,8 @@ MAX_DIGEST_THREADS = 4
 PROBED_AT_ONCE = 2**24
 """Elements of a tensor that are float32 at the same time."""
 PEFT_PREFIX = "base_model.model."
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+LORA_A = ".lora_A.weight"
+LORA_B = ".lora_B.weight"
 """How peft names an adapter's tensors: prefix, the base's module, and one of these."""
 
 Answer = TypeVar("Answer")

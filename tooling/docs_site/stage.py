@@ -1,0 +1,71 @@
+"""The tree that Sphinx reads: the repository's Markdown where it lies, and the pages that are generated.
+
+A link to a file that is no page gets the scheme `source:`, of which extension.py makes a page with its text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from tooling.docs_site.api import make_api
+
+PAGES = Path(__file__).parent / "pages"
+LEFT_OUT = re.compile(r"(^|/)changes/|^tests/|^tooling/")
+IMAGES = (".png", ".svg")
+LINK = re.compile(r"\]\(([^)#\s]+)((?:#[^)\s]*)?)\)")
+
+
+def stage(root: Path, folder: Path) -> list[str]:
+    """Bring the tree up to date; what did not change keeps its time, so that Sphinx reads only the rest.
+
+    Returns:
+        What is wrong with docstrings.
+    """
+    api = make_api(root)
+    wanted: dict[Path, bytes] = {folder / path.name: path.read_bytes() for path in PAGES.glob("*.md")}
+    for file in listed(root):
+        if file.suffix in IMAGES:
+            wanted[folder / file] = (root / file).read_bytes()
+        elif file.suffix == ".md":
+            wanted[folder / file] = with_source_links(root, file).encode()
+    for module, text in api.pages.items():
+        wanted[folder / "api" / f"{module}.md"] = text.encode()
+    wanted[folder / "names.json"] = json.dumps({"public": api.public, "sources": api.sources}).encode()
+    for path in {path for path in folder.rglob("*") if path.is_file()} - wanted.keys():
+        path.unlink()
+    for path, content in wanted.items():
+        if not path.exists() or path.read_bytes() != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    return api.problems
+
+
+def listed(root: Path) -> Iterator[Path]:
+    """Files of the repository that belong on the site, and are tracked or new."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
+    for name in sorted(set(names)):
+        if not LEFT_OUT.search(name) and (root / name).is_file():
+            yield Path(name)
+
+
+def with_source_links(root: Path, file: Path) -> str:
+    """A page's text, in which links to folders lead to their README, and those to other files to their source."""
+
+    def rewritten(found: re.Match[str]) -> str:
+        target = Path(os.path.normpath(file.parent / found[1]))
+        if re.match(r"[a-z]+:", found[1]) or target.suffix in IMAGES:
+            return found[0]
+        if (root / target).is_dir() and (root / target / "README.md").exists():
+            return f"]({found[1].rstrip('/')}/README.md{found[2]})"
+        if target.suffix == ".md" or not (root / target).is_file():
+            return found[0]
+        return f"](source:{target}{found[2]})"
+
+    return LINK.sub(rewritten, (root / file).read_text())
+
