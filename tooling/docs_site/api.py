@@ -228,7 +228,9 @@ class Writer:
 
 def is_field(member: griffe.Attribute) -> bool:
     """True for what a record takes as an argument."""
-    return member.annotation is not None and "ClassVar" not in str(member.annotation) and "property" not in member.labels
+    return (
+        member.annotation is not None and "ClassVar" not in str(member.annotation) and "property" not in member.labels
+    )
 
 
 def default_of(value: griffe.Expr | str) -> str:
@@ -243,4 +245,6 @@ def default_of(value: griffe.Expr | str) -> str:
 def plain(text: str) -> str:
     """A docstring's text, in which only code spans and code blocks have a meaning of their own."""
     parts = re.split(r"(```.*?```|``.*?``|`[^`]*`)", text, flags=re.DOTALL)
-    return "".join(part if index % 2 else re.sub(r"([<*|$\\]|\b_|_\b)", r"\\\1", part) for index, part in enumerate(parts))
+    return "".join(
+        part if index % 2 else re.sub(r"([<*|$\\]|\b_|_\b)", r"\\\1", part) for index, part in enumerate(parts)
+    )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import shutil
 import sys
 import time
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from sphinx.cmd.build import main as run_sphinx
@@ -21,6 +24,7 @@ def main() -> int:
     parser.add_argument("--serve", action="store_true", help="then serve it on this machine alone, until Ctrl-C")
     options = parser.parse_args()
     started = time.monotonic()
+    shutil.rmtree(options.folder, ignore_errors=True)  # Sphinx warns only about pages that it reads
     pages, made, read = (options.folder / name for name in ("pages", "html", "read"))
     if problems := stage(ROOT, pages):
         sys.stderr.write("\n".join(["Docstrings are wrong:", *problems, ""]))
@@ -36,9 +40,6 @@ def main() -> int:
 
 def serve(folder: Path) -> None:
     """Serve a folder on loopback, at a port that the system chooses."""
-    import functools
-    from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-
     handler = functools.partial(SimpleHTTPRequestHandler, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         sys.stdout.write(f"http://127.0.0.1:{server.server_address[1]}/\n")

@@ -31,6 +31,7 @@ def setup(app: Sphinx) -> dict[str, object]:
     app.connect("doctree-read", draw_diagrams)
     app.connect("doctree-resolved", link_code)
     app.connect("html-collect-pages", source_pages)
+    app.connect("html-page-context", flatten_signatures)
     return {"parallel_read_safe": True, "parallel_write_safe": False}
 
 
@@ -38,6 +39,24 @@ def source_of(domain: str, info: dict[str, str]) -> str | None:
     """Where a documented name's source is, as a link from a page of api/."""
     place = NAMES["sources"].get(f"{info['module']}.{info['fullname']}") if domain == "py" else None
     return None if place is None else f"source:{place}"
+
+
+SIGNATURE = re.compile(
+    r'(<span class="sig-paren">\(</span>)\s*<dl>(.*?)</dl>\s*(<span class="sig-paren">\)</span>)', re.DOTALL
+)
+
+
+def flatten_signatures(
+    _app: Sphinx, name: str, _template: str, context: dict[str, str], _tree: nodes.Node | None
+) -> None:
+    """Long signatures as lines in place of Sphinx's list within a term, which screen readers take for a broken list."""
+    if name.startswith("api/"):
+        context["body"] = SIGNATURE.sub(
+            lambda found: (
+                found[1] + found[2].replace("<dd>", '<span class="sig-line">').replace("</dd>", "</span>") + found[3]
+            ),
+            context["body"],
+        )
 
 
 def draw_diagrams(app: Sphinx, doctree: nodes.document) -> None:
@@ -76,11 +95,15 @@ def uri_of(app: Sphinx, docname: str, text: str) -> str | None:
     """Where a code span leads to; none where it names nothing that has a page."""
     objects = app.env.domains.python_domain.objects
     known = known_names()
-    path = known.get(text)
-    if path in objects:
-        return page_uri(app, docname, objects[path].docname, objects[path].node_id)
-    if text in objects and OURS.fullmatch(text):
-        return page_uri(app, docname, objects[text].docname, objects[text].node_id)
+    head, dot, member = text.rpartition(".")
+    candidates = (
+        known.get(text, ""),
+        f"{known[head]}{dot}{member}" if head in known else "",
+        text if OURS.fullmatch(text) else "",
+    )
+    for path in candidates:
+        if path in objects:
+            return page_uri(app, docname, objects[path].docname, objects[path].node_id)
     if (row := rows(app).get(text)) is not None:
         return page_uri(app, docname, *row)
     files = [text] if text.startswith(("examples/", "benchmarks/", "locks/")) else [f"*/*/src/{text}"]
@@ -103,11 +126,13 @@ def known_names() -> dict[str, str]:
         short: dict[str, set[str]] = {}
         for path in set(NAMES["public"].values()):
             short.setdefault(path.rpartition(".")[2], set()).add(path)
-        _KNOWN.update({
-            name: next(iter(paths))
-            for name, paths in short.items()
-            if len(paths) == 1 and (re.match("[A-Z]", name) or "_" in name)
-        })
+        _KNOWN.update(
+            {
+                name: next(iter(paths))
+                for name, paths in short.items()
+                if len(paths) == 1 and (re.match("[A-Z]", name) or "_" in name)
+            }
+        )
     return _KNOWN
 
 

@@ -21,27 +21,23 @@ LINK = re.compile(r"\]\(([^)#\s]+)((?:#[^)\s]*)?)\)")
 
 
 def stage(root: Path, folder: Path) -> list[str]:
-    """Bring the tree up to date; what did not change keeps its time, so that Sphinx reads only the rest.
+    """Write the tree into an empty folder.
 
     Returns:
         What is wrong with docstrings.
     """
     api = make_api(root)
-    wanted: dict[Path, bytes] = {folder / path.name: path.read_bytes() for path in PAGES.glob("*.md")}
+    wanted: dict[str, bytes] = {path.name: path.read_bytes() for path in PAGES.glob("*.md")}
     for file in listed(root):
         if file.suffix in IMAGES:
-            wanted[folder / file] = (root / file).read_bytes()
+            wanted[str(file)] = (root / file).read_bytes()
         elif file.suffix == ".md":
-            wanted[folder / file] = with_source_links(root, file).encode()
-    for module, text in api.pages.items():
-        wanted[folder / "api" / f"{module}.md"] = text.encode()
-    wanted[folder / "names.json"] = json.dumps({"public": api.public, "sources": api.sources}).encode()
-    for path in {path for path in folder.rglob("*") if path.is_file()} - wanted.keys():
-        path.unlink()
-    for path, content in wanted.items():
-        if not path.exists() or path.read_bytes() != content:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            wanted[str(file)] = with_source_links(root, file).encode()
+    wanted |= {f"api/{module}.md": text.encode() for module, text in api.pages.items()}
+    wanted["names.json"] = json.dumps({"public": api.public, "sources": api.sources}).encode()
+    for name, content in wanted.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
     return api.problems
 
 
@@ -68,4 +64,3 @@ def with_source_links(root: Path, file: Path) -> str:
         return f"](source:{target}{found[2]})"
 
     return LINK.sub(rewritten, (root / file).read_text())
-
