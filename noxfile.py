@@ -37,6 +37,7 @@ from tooling.environments import (
     wheels_environment,
     workspace,
 )
+from tooling.pythons import HERE, PYTHONS, needed_python
 from tooling.runs import STOP_S, Job, end, run_jobs, run_pytest, summary
 
 SOURCES = tuple(f"{project}/src" for project in PROJECTS)
@@ -161,13 +162,17 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def unit(session: nox.Session) -> None:
-    """Test each package with only what it declares: `nox -s unit -- rl-core -k queue`."""
-    named = [name for name in PACKAGES if name in session.posargs]
-    rest = [word for word in session.posargs if word not in PACKAGES]
+    """Test each package with only what it declares: `nox -s unit -- rl-core -k queue`; `--python 3.12` on that one."""
+    parser = argparse.ArgumentParser(prog="nox -s unit --", allow_abbrev=False)
+    parser.add_argument("--python", choices=PYTHONS, default=HERE.minor, help="which Python; nox's own when left out")
+    options, words = parser.parse_known_args(session.posargs)
+    base = needed_python(session, options.python)
+    named = [name for name in PACKAGES if name in words]
+    rest = [word for word in words if word not in PACKAGES]
     failed = []
     with summary(session):
         for name in named or PACKAGES:
-            python = ensure(session, unit_environment(name))
+            python = ensure(session, unit_environment(name).on(base))
             try:
                 run_pytest(session, python, "-k", "not vllm", f"packages/{name}/tests", *rest)  # it is in `tests`
             except CommandFailed:
@@ -178,12 +183,13 @@ def unit(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and format; `nox -s lint -- --fix` mends what can be mended."""
+    """Check style, format and prose; `nox -s lint -- --fix` fixes style and format."""
     tools = ensure(session, TOOLS)
     fix = "--fix" in session.posargs
     paths = [path for path in CHECKED if (ROOT / path).exists()]
     session.run(tools, "-m", "ruff", "check", *(["--fix"] if fix else []), *paths)
     session.run(tools, "-m", "ruff", "format", *([] if fix else ["--check"]), *paths)
+    session.run(tools, "tooling/prose.py")
 
 
 @nox.session

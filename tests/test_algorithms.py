@@ -259,6 +259,18 @@ def test_a_model_without_an_end_token_is_told_of(run: TinyRun, capsys: pytest.Ca
     assert f"note: {run.folder / 'policy'} names no end token, so that every response goes on until it is cut" in said
 
 
+def test_settings_for_a_gpu_are_warned_of_in_a_dry_run_and_refused_in_a_run_here(
+    run: TinyRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    problem = 'learner.kernels = "fused" needs a GPU, and this machine has none. Set learner.kernels = "auto"'
+    assert train_here(run, "--dry-run", learner__kernels="fused") == 0
+    assert f"warning: a run on this machine is refused: {problem}" in capsys.readouterr().out
+    assert train_here(run, learner__kernels="fused") == 2
+    assert problem in capsys.readouterr().err
+    assert not run.run_folder.exists()
+
+
 def test_an_engine_that_starts_too_slowly_is_given_up(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     slowly = ["--rollout.start_deadline_s=1e-6", "--metrics.console=off", "--rollout.placement=process"]
     assert main(["validate", str(run.settings_file), *slowly]) == 1

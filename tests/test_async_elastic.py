@@ -124,7 +124,7 @@ def test_a_run_whose_engine_is_in_its_rollouter_refuses_more(
     run = copy_tiny_run(inputs, tmp_path)
     folder = str(run.run_folder)
     status, text = asked(capsys, "status", folder)
-    assert (status, f"no run lives in {folder} that could be asked" in text) == (1, True)
+    assert (status, f"no live run in {folder}" in text) == (1, True)
     settings = {"roles__kind": "inline", "reward__timeout_s": None, "trainer__steps": 1}
     with async_training(run, **settings) as process:
         reach(process, run, "first")
@@ -135,7 +135,7 @@ def test_a_run_whose_engine_is_in_its_rollouter_refuses_more(
         release(run, "second")
         assert process.wait() == 0, process.text
     status, text = asked(capsys, "scale", folder, "--engines", "2")
-    assert (status, f"no run lives in {folder} that could be asked" in text) == (1, True)
+    assert (status, f"no live run in {folder}" in text) == (1, True)
     with pytest.raises(SystemExit) as wrong:
         main(["scale", folder, "--engines", "two"])
     assert wrong.value.code == 2

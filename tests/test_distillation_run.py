@@ -193,7 +193,7 @@ def test_ctrl_c_leaves_no_teacher_behind_and_the_run_goes_on(tmp_path: Path) -> 
         process.signal_group(signal.SIGINT)
         assert process.wait() == 130, process.text
         assert process.leftovers() == []
-        assert "stopped after step 1; go on with --resume" in process.text
+        assert "stopped after step 1; continue with --resume" in process.text
         assert "Traceback" not in process.text
     assert train_here(run, "--resume", **settings) == 0
     rows = read_metrics(run.run_folder / "metrics.jsonl")

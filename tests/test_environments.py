@@ -1,5 +1,6 @@
-"""Environments for an interpreter that no CPU build of torch exists for, with pip and wheels that are nearly empty."""
+"""Environments for each Python, also where no CPU build of torch exists, with pip and wheels that are nearly empty."""
 
+import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -9,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tooling import pythons
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = ("filelock", 'nvidia-blas==1.0; platform_system == "Linux"', "cuda-toolkit[blas]==1.0", "triton==1.0")
@@ -29,6 +31,9 @@ class Session:
 
     def error(self, line: str) -> None:
         raise FailedError(line)
+
+    def run(self, *command: str) -> None:
+        subprocess.run(command, check=True)
 
 
 @pytest.fixture
@@ -110,18 +115,73 @@ def test_a_torch_that_exists_nowhere_is_told_with_what_pip_said(environments, so
         environments.install(Session(), python, *sources, "--no-deps", environments.TORCH)
 
 
+def python_version(module, version):
+    return module.Interpreter("python", f"{version} (main)", "/usr")
+
+
 @pytest.mark.parametrize("version", ["3.11.7", "3.12.1", "3.13.0"])
 def test_interpreters_that_serve(environments, version):
-    assert environments.interpreter_mistake(environments.WORKSPACE, version) == ""
+    workspace = dataclasses.replace(environments.WORKSPACE, base=python_version(environments, version))
+    assert environments.interpreter_mistake(workspace) == ""
 
 
 @pytest.mark.parametrize("version", ["3.10.13", "3.14.0rc1"])
 def test_interpreters_that_do_not_serve_are_told_with_one_that_does(environments, version):
-    said = environments.interpreter_mistake(environments.WORKSPACE, version)
+    workspace = dataclasses.replace(environments.WORKSPACE, base=python_version(environments, version))
+    said = environments.interpreter_mistake(workspace)
     assert said.startswith(f".nox/workspace needs Python 3.11, 3.12 or 3.13; nox runs on {version}. ")
     assert "`pyenv install 3.11`" in said
 
 
 def test_tools_run_on_newer_interpreters(environments):
-    assert environments.interpreter_mistake(environments.TOOLS, "3.14.0") == ""
-    assert environments.interpreter_mistake(environments.TOOLS, "3.10.0") != ""
+    for version, serves in (("3.14.0", True), ("3.10.0", False)):
+        tools = dataclasses.replace(environments.TOOLS, base=python_version(environments, version))
+        assert (environments.interpreter_mistake(tools) == "") is serves
+
+
+def write_python(folder: Path, minor: str) -> Path:
+    """Write a program that is this Python in all but its version."""
+    folder.mkdir(parents=True)
+    program = folder / f"python{minor}"
+    program.write_text(f"""#!{sys.executable}
+import collections, runpy, sys
+kind = collections.namedtuple("version_info", "major minor micro releaselevel serial")
+sys.version = "{minor}.1 (main, Jan  1 2026, 00:00:00) [GCC 12.2.0]"
+sys.version_info = kind(*map(int, "{minor}.1".split(".")), "final", 0)
+sys.executable, sys.prefix, sys.exec_prefix = __file__, sys.base_prefix, sys.base_exec_prefix
+sys.argv = [word for word in sys.argv[1:] if not word.startswith("-")]
+runpy.run_path(sys.argv[0], run_name="__main__")
+""")
+    program.chmod(0o700)
+    return program
+
+
+def test_a_python_is_found_on_path_and_among_pyenvs_versions(tmp_path, monkeypatch):
+    on_path = write_python(tmp_path / "bin", "3.70")
+    pyenvs = write_python(tmp_path / "pyenv" / "versions" / "3.71.1" / "bin", "3.71")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    monkeypatch.setenv("UV_PYTHON_INSTALL_DIR", str(tmp_path / "uv"))
+    found = [pythons.find_python(minor) for minor in ("3.70", "3.71")]
+    assert [(python.program, python.minor) for python in found if python] == [
+        (str(on_path), "3.70"),
+        (str(pyenvs), "3.71"),
+    ]
+    with pytest.raises(FailedError, match=r"no Python 3\.72 on PATH, .*`pyenv install 3\.72`"):
+        pythons.needed_python(Session(), "3.72")
+
+
+def test_each_python_has_environments_of_its_own(environments, tmp_path, monkeypatch):
+    monkeypatch.setattr(environments, "ROOT", tmp_path)
+    other = dataclasses.replace(environments.HERE, version="3.70.1 (main)")
+    here = environments.Environment(name="unit", cost="nothing", steps=(), inputs=())
+    there, session = here.on(other), Session()
+    assert here.on(environments.HERE) is here
+    assert (there.name, there.recipe() == here.recipe()) == ("unit-3.70", False)
+    python = environments.ensure(session, there)
+    assert subprocess.run([python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True).stdout == (
+        f"{tmp_path}/.nox/unit-3.70\n"
+    )
+    assert [line for line in session.said if "Making the environment" in line] == session.said[:1]
+    assert environments.ensure(session, there) == python
+    assert len(session.said) == 2, "it was made twice"

@@ -108,7 +108,7 @@ def test_stopped_here_and_resumed(
         handler = signal.getsignal(number)
         assert train_here(run, reward__timeout_s=None) == status
         assert signal.getsignal(number) is handler
-    assert f"stopped after step {stopped_at}; go on with --resume" in capsys.readouterr().out
+    assert f"stopped after step {stopped_at}; continue with --resume" in capsys.readouterr().out
     stopped = json.loads((run.run_folder / "summary.json").read_text())
     assert (stopped["status"], stopped["steps"]) == ("stopped", stopped_at)
     assert stopped["checkpoint"].endswith(f"step_{stopped_at}")
@@ -122,7 +122,7 @@ def test_resuming_what_is_done_starts_nothing(
     assert train_here(run) == 0
     monkeypatch.setattr("rl_sync_trainer.training_run.make_engine", pytest.fail)
     monkeypatch.setattr("rl_sync_trainer.training_run.start_learners", pytest.fail)
-    assert "all 4 steps are done; more need a larger trainer.steps" in resume(run, capsys)
+    assert "all 4 steps are done; to continue, raise trainer.steps" in resume(run, capsys)
     assert_equal_runs(run, uninterrupted)
 
 
@@ -258,7 +258,7 @@ def test_ctrl_c_while_the_engine_process_starts(
         assert process.wait() == 130, process.text
         assert process.leftovers() == []
         assert "stopping: starting transformers engine ... " in process.text
-        assert "; ending engines, learner and roles. Ctrl-C again ends all at once, without saving." in process.text
+        assert "; stopping engines, learner and roles. Ctrl-C again exits at once, without saving." in process.text
         assert "stopped after step 0" in process.text
         assert "Traceback (most recent call last)" not in process.text
     resume(run, capsys)

@@ -33,7 +33,7 @@ def test_stopped_by_ctrl_c_resumed_and_learning(tmp_path: Path) -> None:
         process.signal_group(signal.SIGINT)
         assert process.wait() == 130, process.text
         assert process.leftovers() == []
-        assert f"stopped after step {STOP_IN_STEP - 1}; go on with --resume" in process.text
+        assert f"stopped after step {STOP_IN_STEP - 1}; continue with --resume" in process.text
         assert "Traceback" not in process.text
     with training(run, "--resume", **settings) as process:
         assert process.wait() == 0, process.text

@@ -11,17 +11,18 @@ import fcntl
 import hashlib
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import nox
+
+from tooling.pythons import HERE, PYTHONS, Interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rl-core", "rl-rollout", "rl-distill", "rl-metrics")
@@ -36,8 +37,6 @@ UNIT_EXTRAS = {
 TORCH = "torch==2.13.0+cpu"
 CUDA_TORCH = TORCH.partition("+")[0]
 """The build that every index has. It runs on CPUs too, and cannot be imported without CUDA's libraries."""
-PYTHONS = ("3.11", "3.12", "3.13")
-"""On which everything in locks/cpu.txt runs; megatron-core refuses newer ones."""
 CONSTRAINTS = ("-c", "locks/cpu.txt", "-c", "locks/dev.txt")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 BACKEND = ("hatchling", "pathspec", "trove-classifiers", "pluggy", "packaging")
@@ -55,12 +54,13 @@ APT_S = 600.0  # a mirror that stalls, or another apt-get, does not keep the tes
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment: a name, what it costs, pip's arguments step by step, and the files these read."""
+    """A virtual environment: a name, its cost, pip's arguments step by step, the files these read, and a Python."""
 
     name: str
     cost: str
     steps: tuple[tuple[str, ...], ...]
     inputs: tuple[str, ...]
+    base: Interpreter = HERE
 
     @property
     def folder(self) -> Path:
@@ -72,9 +72,13 @@ class Environment:
         """Its interpreter."""
         return str(self.folder / "bin" / "python")
 
+    def on(self, base: Interpreter) -> Environment:
+        """The same for another Python, in a folder of its own."""
+        return self if base == HERE else replace(self, name=f"{self.name}-{base.minor}", base=base)
+
     def recipe(self) -> str:
         """Digest of everything it is made from."""
-        made_of = [sys.version, sys.base_prefix, str(self.folder), self.steps, COUNT_STARTS]
+        made_of = [self.base.version, self.base.prefix, str(self.folder), self.steps, COUNT_STARTS]
         digest = hashlib.sha256(json.dumps(made_of).encode())
         for name in self.inputs:
             digest.update((ROOT / name).read_bytes())
@@ -181,7 +185,7 @@ def wheels_environment(name: str, built: Mapping[str, str], projects: Sequence[s
 
 def ensure(session: nox.Session, environment: Environment) -> str:
     """Make the environment unless it stands as its recipe says; gives its interpreter."""
-    if said := interpreter_mistake(environment, platform.python_version()):
+    if said := interpreter_mistake(environment):
         session.error(said)
     stamp = environment.folder / "made-from"
     with only_one(session, environment):
@@ -191,7 +195,14 @@ def ensure(session: nox.Session, environment: Environment) -> str:
         started = time.monotonic()
         session.log(f"Making the environment .nox/{environment.name}, once: {environment.cost}.")
         shutil.rmtree(environment.folder, ignore_errors=True)
-        session.run(sys.executable, "-m", "virtualenv", "--quiet", str(environment.folder))
+        session.run(
+            sys.executable,
+            "-m",
+            "virtualenv",
+            "--quiet",
+            f"--python={environment.base.program}",
+            str(environment.folder),
+        )
         for step in environment.steps:
             install(session, environment.python, *step)
         (site_packages,) = environment.folder.glob("lib/python3*/site-packages")
@@ -201,8 +212,9 @@ def ensure(session: nox.Session, environment: Environment) -> str:
     return environment.python
 
 
-def interpreter_mistake(environment: Environment, version: str) -> str:
-    """What is wrong with the interpreter that nox runs on, before anything is downloaded; empty when nothing is."""
+def interpreter_mistake(environment: Environment) -> str:
+    """What is wrong with the environment's Python, before anything is downloaded; empty when nothing is."""
+    version = environment.base.version.split()[0]
     minor = int(version.split(".")[1])
     allowed = [int(python.split(".")[1]) for python in PYTHONS]
     if minor in allowed or (minor > max(allowed) and not any(TORCH in step for step in environment.steps)):
@@ -243,7 +255,7 @@ def install(session: nox.Session, python: str, *arguments: str) -> None:
         lines = pip_install(session, python, "--extra-index-url", TORCH_INDEX, *words)
     if lacks_torch(lines) and TORCH in arguments:
         session.log(
-            f"Neither has {TORCH} for Python {platform.python_version()}. Taking {CUDA_TORCH}, the build for GPUs, "
+            f"Neither has {TORCH} for Python {python_of(folder)}. Taking {CUDA_TORCH}, the build for GPUs, "
             "which runs on CPUs too: 2.3 GB more to download, 3.1 GB more on disk, and about 3 minutes."
         )
         (folder / "cuda-torch").mkdir()
@@ -255,6 +267,12 @@ def install(session: nox.Session, python: str, *arguments: str) -> None:
             f"pip could not install {' '.join(words)}. Is a package registry reachable (`pip config list`)? "
             f"The half-made environment is made again by the next run. pip said:\n{said}"
         )
+
+
+def python_of(folder: Path) -> str:
+    """The Python of an environment, such as "3.12"."""
+    (library,) = folder.glob("lib/python3*")
+    return library.name.removeprefix("python")
 
 
 def lacks_torch(lines: Sequence[str]) -> bool:

@@ -243,8 +243,10 @@ class Ours(Trained):
         if self._job.device.type == "cpu":
             install_cpu_kernels()
             kernels = "fused"
-        again = recomputed_modules(self._job.config)
-        return Learner(Path(self._job.policy), preset, kernels=kernels, recompute=mode, recompute_modules=again)
+        options: dict[str, Any] = {"kernels": kernels, "recompute": mode}
+        if mode == "selective":
+            options["recompute_modules"] = recomputed_modules(self._job.config)
+        return Learner(Path(self._job.policy), preset, **options)
 
     def _about(self) -> Values:
         """Whether the fused passes are compiled, and which flash attention runs."""

@@ -20,7 +20,7 @@ def test_help_begins_with_a_short_usage(capsys: pytest.CaptureFixture[str]) -> N
     assert usage.startswith("usage: rl-async-trainer COMMAND ...\n")
     assert len(usage.splitlines()) < 25
     assert said(status=2) == usage
-    assert said("train", "--help", "schedule").startswith("[schedule]  How far generation and training may be apart.\n")
+    assert said("train", "--help", "schedule").startswith("[schedule]  How far generation may run ahead of training.\n")
     assert said("--version") == f"rl-async-trainer {importlib.metadata.version('rl-async-trainer')}\n"
 
 
@@ -34,19 +34,19 @@ def test_a_run_that_is_not_there_is_told_from_one_that_has_ended(
         return capsys.readouterr().err
 
     assert complaint("status", "runs/a") == (
-        f"error: no run lives in runs/a that could be asked: there is no such folder (looked in {tmp_path}). "
+        f"error: no live run in runs/a: there is no such folder (looked in {tmp_path}). "
         "A run makes it when its settings are checked.\n"
     )
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
-    assert "it has no control.json, which rl-async-trainer keeps there while it runs." in complaint("status", "runs/a")
+    assert "it has no control.json, which exists while rl-async-trainer runs." in complaint("status", "runs/a")
     folder = RunFolder(run)
     folder.acquire()
     try:
-        assert f"process {os.getpid()} holds runs/a and cannot be asked" in complaint("status", "runs/a")
+        assert f"process {os.getpid()} holds runs/a but does not answer" in complaint("status", "runs/a")
     finally:
         folder.release()
     (run / "control.json").write_text(json.dumps({"socket": str(tmp_path / "socket")}))
     assert complaint("scale", "runs/a", "--engines", "2") == (
-        "error: no run lives in runs/a that could be asked: its process has ended. Go on with it by train --resume.\n"
+        "error: no live run in runs/a: its process has ended. Continue it with train --resume.\n"
     )

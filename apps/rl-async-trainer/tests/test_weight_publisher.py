@@ -54,6 +54,40 @@ def test_engines_that_say_nothing_are_waited_for_twice_as_long_as_a_group():
         publish(SimpleNamespace(publish=never), deadline_s=0.01)
 
 
+def test_weights_that_are_packed_again_for_a_new_rollouter_must_not_change_meanwhile():
+    """The learner would train the next step right after it has packed, and have others when the engines ask."""
+    is_live: list[bool] = []
+
+    async def pack(version: int | None, _: Any) -> PackedWeights:
+        assert version is None
+        is_live.append(publisher.is_live)
+        return PackedWeights(update=an_update(6), canary=a_canary(), step=6, pack_s=0.0, is_live=True)
+
+    async def take(packed: PackedWeights) -> PublishReport:
+        is_live.append(publisher.is_live)
+        raise DeadlineError("that is enough")
+
+    async def served(*_: Any) -> None:
+        pytest.fail("nothing was taken")
+
+    learner: Any = SimpleNamespace(course=lambda: lambda: True, pack=pack)
+    rollouter: Any = SimpleNamespace(publish=take)
+
+    async def work() -> None:
+        nonlocal publisher
+        changed = asyncio.Condition()
+        publisher = WeightPublisher(learner, rollouter, changed, deadline_s=60.0, on_served=served)
+        async with changed:
+            publisher.lost()
+        assert not publisher.is_live
+        with pytest.raises(DeadlineError, match="enough"):
+            await publisher.run()
+
+    publisher: Any = None
+    asyncio.run(work())
+    assert is_live == [True, True]
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_the_weights_of_a_mixture_stay_until_its_canary_is_proven(dies: bool):
     """A learner that dies meanwhile has others: they are packed and published in its place."""

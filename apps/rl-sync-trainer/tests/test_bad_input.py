@@ -97,14 +97,14 @@ NAMES = {
     "nothing near": Mistake(settings={"zzz__qqq": 1}, says=("unknown setting 'zzz.qqq'", "`train --help` lists all")),
     "wrong type": Mistake(
         settings={"trainer__steps": "many"},
-        says=("trainer.steps: input should be a valid integer", "found 'many' (command line)", "Steps to train"),
+        says=("trainer.steps: input should be a valid integer", "found 'many' (command line)", "Training steps"),
     ),
     "wrong type in the file": Mistake(
         spoil=in_file("group_size = 4", 'group_size = "four"'), says=("rollout.group_size", "'four'", "settings.toml)")
     ),
     "true for a number": Mistake(
         settings={"trainer__steps": "true"},
-        says=("trainer.steps: must be integer; found true (command line). Steps to train",),
+        says=("trainer.steps: must be integer; found true (command line). Training steps",),
     ),
     "true for a number in the file": Mistake(
         spoil=in_file("max_tokens = 8", "max_tokens = 8\nvalidation_limit = false"),
@@ -326,10 +326,10 @@ def with_run(run: TinyRun) -> None:
 
 FOLDERS = {
     "a run is there already": Mistake(
-        spoil=with_run, says=("runs/tiny has a run already", "--resume", "--run.if_exists=archive", "--run.name=NAME")
+        spoil=with_run, says=("runs/tiny already holds a run", "--resume", "--run.if_exists=archive", "--run.name=NAME")
     ),
     "a run is there already, in a rehearsal": Mistake(
-        spoil=with_run, words=("--dry-run",), says=("runs/tiny has a run already",)
+        spoil=with_run, words=("--dry-run",), says=("runs/tiny already holds a run",)
     ),
     "resumed with other settings": Mistake(
         spoil=with_run,
@@ -343,9 +343,9 @@ FOLDERS = {
     "resumed from settings that are not readable": Mistake(
         spoil=lambda run: (with_run(run), (run.run_folder / "settings.toml").write_text("[")),
         words=("--resume",),
-        says=("runs/tiny/settings.toml, with which the run was begun, is not readable",),
+        says=("runs/tiny/settings.toml, written when the run started, is not readable",),
     ),
-    "nothing to resume": Mistake(words=("--resume",), says=("--resume: ", "has no run to go on with")),
+    "nothing to resume": Mistake(words=("--resume",), says=("--resume: ", "has no run to resume")),
     "run folder under a file": Mistake(
         spoil=lambda run: (run.folder / "runs").write_text(""), says=("runs/tiny cannot be made", "--run.directory")
     ),

@@ -13,6 +13,8 @@ from train_process import drive
 from rl_sync_trainer.main import main
 from rl_trainer_parts.run.folder import RunFolder
 
+KNOWN = "known: new, check-machine, train, validate, export."
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> TinyRun:
@@ -50,14 +52,17 @@ def test_a_model_that_does_not_load_leaves_no_run(run: TinyRun, capsys: pytest.C
     [
         (
             ["status", "x"],
-            "error: unknown command 'status'; known: train, validate, export. See how a run goes with `rl-metrics",
+            f"error: unknown command 'status'; {KNOWN} See how a run goes with `rl-metrics",
         ),
-        (["trian"], "error: unknown command 'trian'; known: train, validate, export. Did you mean 'train'?"),
+        (
+            ["trian"],
+            f"error: unknown command 'trian'; {KNOWN} Did you mean 'train'?",
+        ),
         (
             ["my.toml"],
-            "error: unknown command 'my.toml'; known: train, validate, export. Did you mean `train my.toml`?",
+            f"error: unknown command 'my.toml'; {KNOWN} Did you mean `train my.toml`?",
         ),
-        (["train", "--help", "rolout"], "error: 'rolout' is no section and no setting. Did you mean 'rollout'?"),
+        (["train", "--help", "rolout"], "error: 'rolout' is neither a section nor a setting. Did you mean 'rollout'?"),
         (["train"], "error: train needs a settings file"),
         (["export", "only"], "error: export takes a checkpoint"),
         (["validate", "settings.toml", "--policy"], "error: --policy needs a value."),
@@ -86,6 +91,6 @@ def test_help_begins_with_a_short_usage(capsys: pytest.CaptureFixture[str]) -> N
     assert "--trainer.steps" not in usage
     assert said(status=2) == usage
     assert "--trainer.steps" in said("train", "--help")
-    assert said("train", "settings.toml", "--help", "trainer").startswith("[trainer]  The loop.\n")
+    assert said("train", "settings.toml", "--help", "trainer").startswith("[trainer]  The training loop.\n")
     assert said("export", "--help").startswith("export CHECKPOINT FOLDER: ")
     assert said("--version") == f"rl-sync-trainer {importlib.metadata.version('rl-sync-trainer')}\n"

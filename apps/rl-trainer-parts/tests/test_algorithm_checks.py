@@ -132,7 +132,7 @@ def test_combinations_that_work(changes: dict[str, Any]) -> None:
         ),
         (
             {"algorithm.kl_in": "reward", "algorithm.kl_coefficient": 0.1, "algorithm.kl_estimator": "k3+"},
-            "algorithm.kl_estimator = 'k3+' has a gradient of its own, which algorithm.kl_in = \"reward\" does not "
+            "algorithm.kl_estimator = 'k3+' has its own gradient, which algorithm.kl_in = \"reward\" does not "
             "use; write 'k3'.",
         ),
         (

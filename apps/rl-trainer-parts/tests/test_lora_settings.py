@@ -136,12 +136,12 @@ def test_the_plan_counts_what_trains_and_what_travels(folder: Path) -> None:
         "             rank 8, B @ A times 2, beside 14 matrices:\n             q_proj, k_proj, v_proj, o_proj, "
         in lines
     )
-    assert f"  an update  {4 * trained / MIB:.2f} MiB, beside weights that engines keep" in lines
+    assert f"  an update  {4 * trained / MIB:.2f} MiB, beside the base in the engines" in lines
     assert f"  learner    {(4 * TOTAL + 16 * trained) / GIB:.2f} GiB (weights, gradients, optimizer)" in lines
     assert "  reference  none: it has the learner's (weights)" in lines
-    assert "rate       0.0001; LoRA's usual learning rate is ten times full training's" in lines
+    assert "rate       0.0001; LoRA usually needs ten times the learning rate of full training" in lines
     merged = plan(folder, lora={"rank": 8, "serving": "merged"})
-    assert f"  an update  {4 * TOTAL / MIB:.2f} MiB, all weights with the adapter in them" in merged
+    assert f"  an update  {4 * TOTAL / MIB:.2f} MiB, all weights, adapter merged in" in merged
     assert "learner.learning_rate = 1e-06 looks like full training's" in merged
     assert "ten times that, 1e-05" in merged
     assert "Adapter" not in plan(folder)

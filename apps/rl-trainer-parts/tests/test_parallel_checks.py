@@ -64,7 +64,7 @@ def settings_with(changes: dict[str, Any]) -> Settings:
         ({"weights.transport": "ipc"}, 'set rollout.placement to "process" and replicas.count to 1, or take'),
         (
             {**SHARED_GPU, "replicas.count": 2},
-            'weights.transport = "ipc" is for one engine in a process of its own and a learner of one rank, on one GPU',
+            'weights.transport = "ipc" needs one engine in its own process and a single-rank learner on the same GPU',
         ),
         ({**SHARED_GPU, "engine.tensor_parallel_size": 2}, "set engine.tensor_parallel_size to 1, or take"),
         ({**SHARED_GPU, "cluster.kind": "process"}, 'set cluster.kind to "inline" and parallel.ranks to 1, or take'),
@@ -82,14 +82,14 @@ def settings_with(changes: dict[str, Any]) -> Settings:
         ({"cluster.gpus_per_rank": -1}, "cluster.gpus_per_rank must be at least 0; found -1"),
         ({"trainer.epochs": 0}, "trainer.epochs must be at least 1; found 0"),
         ({"critic.value_clip": 0}, "critic.value_clip must be above 0; found 0"),
-        ({"weights.transport": "tcp"}, 'weights.transport = "tcp" is for engines in processes of their own'),
+        ({"weights.transport": "tcp"}, 'weights.transport = "tcp" is for engines in separate processes'),
         (
             {"weights.transport": "direct", "rollout.placement": "process"},
-            "has each rank send what it holds, from a process of its own",
+            "needs every rank in its own process, from which it sends its shards",
         ),
         (
             {"weights.transport": "direct", "cluster.kind": "process", "policy.learner": "torch"},
-            "has each rank send what it holds, from a process of its own",
+            "needs every rank in its own process, from which it sends its shards",
         ),
         (
             {"weights.transport": "direct", "cluster.kind": "process", "trainer.offload": True},

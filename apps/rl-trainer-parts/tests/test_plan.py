@@ -98,8 +98,8 @@ def test_ranks_and_critic(policy: Path) -> None:
     }
     text = describe_plan(plan_settings(policy, **changes), COUNTS)
     assert "4 ranks in processes of this machine: tensor 2, data 2" in text
-    assert "set aside for each: 0.5 CPUs and 0 GPUs" in text
-    assert "critic     the policy's layers under a value head of zeros; learning rate 1e-05" in text
+    assert "reserved for each: 0.5 CPUs and 0 GPUs" in text
+    assert "critic     the policy's layers with a value head of zeros; learning rate 1e-05" in text
     assert "in 6 optimizer update(s)" in text
     memory = 16 * ((ATTENTION + FEED_FORWARD + EMBEDDING) // 2 + NORMS) / GIB
     assert f"  learner    {memory:.2f} GiB on each of 4 ranks (weights, gradients, optimizer)" in text

@@ -107,7 +107,7 @@ def test_the_plan_says_that_and_why_a_mixture_trains_without_replay(
     tmp_path: Path, changes: dict[str, dict[str, object]], why: str
 ) -> None:
     counts = PromptCounts(train=30, validation=0, test=0)
-    without, proven = "a mixture that trains without replay", "nor do logprobs prove weight updates"
+    without, proven = "a mixture without replay", "only tensors, not logprobs, prove weight updates"
     text = describe_plan(settings_of(tmp_path, **changes), counts)
     assert without in text
     assert why in text

@@ -132,7 +132,7 @@ def test_an_earlier_run_is_refused_resumed_or_archived(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
     assert begin(settings) == []
     (settings.run_folder / "mark").touch()
-    with pytest.raises(SettingsError, match="has a run already"):
+    with pytest.raises(SettingsError, match="already holds a run"):
         begin(settings)
     assert begin(settings, resume=True) == []
     assert begin(settings_in(tmp_path, run__if_exists="resume")) == []
@@ -160,7 +160,7 @@ def test_the_lock_is_held_after_archiving(tmp_path: Path) -> None:
 
 def test_nothing_to_resume(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
-    with pytest.raises(SettingsError, match="has no run to go on with; leave --resume out"):
+    with pytest.raises(SettingsError, match="has no run to resume; leave out --resume"):
         begin(settings, resume=True)
     assert not settings.run_folder.exists()
 

@@ -212,7 +212,7 @@ def test_help_explains_every_setting() -> None:
     [
         (
             "trainer",
-            ["[trainer]  The loop.", "--trainer.steps=integer  (default 100; may differ on resume)"],
+            ["[trainer]  The training loop.", "--trainer.steps=integer  (default 100; may differ on resume)"],
             ["--run.", "usage"],
         ),
         ("learner.learning_rate", ["--learner.learning_rate=number", "Peak learning rate."], ["critic", "warmup"]),
@@ -228,7 +228,7 @@ def test_help_explains_a_section_or_a_setting(topic: str, has: list[str], lacks:
 
 def test_help_on_nothing_that_there_is_names_the_sections() -> None:
     with pytest.raises(
-        SettingsError, match=r"'trianer' is no section and no setting. Did you mean 'trainer'\? .*: run, policy,"
+        SettingsError, match=r"'trianer' is neither a section nor a setting. Did you mean 'trainer'\? .*: run, policy,"
     ):
         help_text("usage", topic="trianer")
 

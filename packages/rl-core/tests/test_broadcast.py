@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from rl_core.errors import DeadlineError, NotReadyError, TransferError
+from rl_core.errors import DeadlineError, NotReadyError, SettingsError, TransferError
 from rl_core.weights.broadcast import BroadcastReceiver, BroadcastTransport
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
 from rl_core.weights.digests import tensor_checksum
@@ -257,3 +257,9 @@ def test_a_meeting_is_plain_values(transport: BroadcastTransport) -> None:
     update = transport.pack({"a": torch.ones(1)}, version=1, tied={})
     assert update.broadcast is not None
     assert Broadcast(**json.loads(json.dumps(dataclasses.asdict(update.broadcast)))) == update.broadcast
+
+
+def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SettingsError, match=r'torch finds none here. Set weights.transport = "tcp" or "file"'):
+        BroadcastTransport(backend="nccl")

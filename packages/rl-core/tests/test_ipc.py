@@ -132,6 +132,23 @@ def test_an_older_version_is_refused(transport: IpcTransport) -> None:
         pass
 
 
+def test_freed_memory_is_refused_even_where_it_can_still_be_opened() -> None:
+    """A second link keeps each bucket's file alive, as a GPU's driver keeps freed memory that it has not given out."""
+    transport = IpcTransport(bucket_bytes=2048, memory=HostMemory(), keeps=False)
+    update, shared = pack(transport)
+    links = [Path(f"{bucket.handle}.link") for bucket in shared.buckets]
+    for bucket, link in zip(shared.buckets, links, strict=True):
+        link.hardlink_to(bucket.handle)
+    buckets = tuple(replace(bucket, handle=str(link)) for bucket, link in zip(shared.buckets, links, strict=True))
+    late = replace(update, shared=replace(shared, buckets=buckets))
+    with opened(late) as tensors:
+        assert torch.equal(tensors["embed.weight"], TENSORS["embed.weight"])
+    transport.release()
+    with pytest.raises(WeightsGoneError, match=r"update 3 .*bucket 0 has another stamp"), opened(late):
+        pass
+    transport.close()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

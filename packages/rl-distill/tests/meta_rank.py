@@ -207,13 +207,27 @@ class StepMemory(MemTracker):
         return 0, 0
 
 
-def step_memory(model: RankModel, step: Callable[[], Any]) -> int:
-    """Bytes that a step takes at its peak beside what the model keeps."""
-    tracker = StepMemory()
+def step_memory(model: RankModel, objective: Any, step: Callable[[Any], Any]) -> dict[str, int]:
+    """Bytes of everything on the GPU, by torch's tracker.
+
+    Args:
+        model: Its kept tensors are there before the step.
+        objective: Called between the passes.
+        step: A whole step with the objective that it is given.
+
+    Returns:
+        "between passes", of the last micro-batch; and at the "peak", with the working memory of head and layers.
+    """
+    tracker, found = StepMemory(), dict[str, int]()
     tracker.track_external(*chain(*model.tensors.kept()))
+
+    def noting(*args: Any) -> Any:
+        found["between passes"] = tracker.get_tracker_snapshot("current")[META]["Total"]
+        return objective(*args)
+
     with tracker:
-        step()
-    return tracker.get_tracker_snapshot("peak")[META]["Total"] - sum(model.memory())
+        step(noting)
+    return found | {"peak": tracker.get_tracker_snapshot("peak")[META]["Total"]}
 
 
 def build(plan: ModelPlan, *, is_large: bool = False) -> RankModel:

@@ -120,9 +120,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         model = build(plan, is_large=case["is_large"])
         found = _step(model, share, case["objective"]) if case["steps"] else {}
         if case["length"]:
-            train = partial(model.train_step, share, POLICY, temperature=1.0, with_entropy=True)
-            train()  # makes Adam's moments
-            found["step_memory"] = step_memory(model, train)
+            train = partial(model.train_step, share, temperature=1.0, with_entropy=True)
+            train(POLICY)  # makes Adam's moments
+            found["step_memory"] = step_memory(model, POLICY, train)
         return found | _tensors_of(model) | {"operations": sorted(mode.operations)}
 
 

@@ -250,9 +250,40 @@ def test_layers_keep_what_is_planned(family: str, layout: str, how: str, ask: As
         policy = case | {"num_hidden_layers": num_layers}
         found = ask(policy, parallel, options={"recompute": how}, steps=0, is_large=True, length=256)
         assert "error" not in found, found["error"]
-        measured.append(found["step_memory"])
+        measured.append(found["step_memory"]["peak"] - sum(found["memory"]))
         planned += kept_activations(parse_policy_config(policy), parallel, options)
     assert planned[1] - planned[0] == pytest.approx(measured[1] - measured[0], rel=0.05)
+
+
+QWEN3_06B = {
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+"""Sizes of Qwen3-0.6B, with 4 of its 28 layers."""
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "how"),
+    [("Qwen3", "one", "none"), ("Qwen3", "TP2+SP", "selective"), ("Qwen3-MoE", "EP2", "none")],
+)
+def test_the_total_of_a_rank_is_planned(family: str, layout: str, how: str, ask: Ask) -> None:
+    """By torch's MemTracker: all that a step holds between its two passes, within 5 %."""
+    parallel, tokens = (LAYOUTS | MIXTURE_LAYOUTS)[layout], 4 * 4096
+    policy = (DENSE | MIXTURES)[family]["policy"] | QWEN3_06B
+    if family in MIXTURES:
+        policy |= MIXTURE_SIZES
+    found = ask(policy, parallel, options={"recompute": how}, steps=0, is_large=True, length=4096)
+    assert "error" not in found, found["error"]
+    options = LearnerOptions(dtype="bfloat16", recompute=how, micro_batch_tokens=tokens)  # type: ignore[arg-type]
+    config, total = parse_policy_config(policy), found["step_memory"]["between passes"]
+    (kept,) = rank_memory(config, parallel, dtype="bfloat16")
+    (activations,) = kept_activations(config, parallel, options)
+    assert sum(kept) + activations == pytest.approx(total, rel=0.05)
 
 
 def test_a_gpu_gets_its_own_kernels(ask: Ask) -> None:

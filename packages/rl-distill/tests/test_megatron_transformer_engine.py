@@ -32,15 +32,7 @@ POLICY: Any = SimpleNamespace()
 """None of its numbers matter here."""
 
 
-@pytest.mark.skipif(IS_INSTALLED, reason="Transformer Engine is installed")
-def test_a_learner_without_the_library_is_refused_before_a_rank_builds(tied_policy: Path):
-    ranks: Any = SimpleNamespace(parallel=ParallelOptions())  # that can do nothing
-    with pytest.raises(SettingsError, match="needs the module transformer_engine, which is not installed here"):
-        MegatronLearner(tied_policy, OPTIONS, ranks=ranks)
-
-
-def test_an_adapter_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rl_distill.parallel_layout.find_spec", lambda _: object())
+def test_an_adapter_is_refused():
     check_learner(OPTIONS, ParallelOptions(), POLICY)
     with pytest.raises(SettingsError, match=r"no matrices with an adapter beside them; found lora\.rank = 8"):
         check_learner(OPTIONS, ParallelOptions(), POLICY, lora=LoraOptions(rank=8))

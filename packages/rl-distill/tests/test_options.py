@@ -23,6 +23,8 @@ from rl_distill.parallel_layout import check_ranks
         ({"decay": "cosin"}, "decay must be one of 'linear', 'cosine'; found 'cosin'"),
         ({"recompute": "some"}, "recompute must be one of 'none', 'selective', 'full'; found 'some'"),
         ({"recompute_modules": ("all",)}, "recompute_modules must be some of core_attn"),
+        ({"recompute_modules": ("mlp",)}, "recompute_modules = ['mlp'] has no effect with recompute = \"none\""),
+        ({"recompute": "full", "recompute_modules": ("layernorm", "mlp")}, 'no effect with recompute = "full". Set'),
         ({"overlap_param_gather": True}, "overlap_param_gather needs overlap_grad_reduce = true"),
         ({"dtype": "float16"}, "dtype must be one of 'float32', 'bfloat16'; found 'float16'"),
         ({"betas": (0.9, 1.0)}, "betas must be two numbers of at least 0 and below 1; found (0.9, 1.0)"),

@@ -101,6 +101,26 @@ def test_bfloat16_is_as_exact_as_the_buckets():
     assert errors[0] < 1.5 * errors[1]
 
 
+def test_bfloat16_gradients_of_many_levels_are_summed_in_float32():
+    """The last of 66 tokens sees each earlier one in a call of its own, and all of them equally.
+
+    Its own call gives its query a gradient of 256, 64 others give 1 each, and one gives 0. In bfloat16 256 + 1 is 256.
+    """
+    num_tokens = 66
+    keys = torch.tensor([0.0, *[1.0] * 64, 256.0])
+    signs = torch.tensor([1.0, -1.0]).repeat(num_tokens // 2)  # with mean 0: the output is 0, and so is its part
+    q, k, v, weights = torch.zeros(4, num_tokens, 1, HEAD_DIM, dtype=torch.bfloat16)
+    k[:, 0, 1], v[:, 0, 0] = signs * keys, signs
+    weights[-1, 0, 0] = num_tokens  # each probability is its inverse
+    spans = tuple((token, token + 1, num_tokens) for token in range(num_tokens - 1))
+    blocks = plan_blocks(np.arange(num_tokens + 1), spans, device=CPU)
+
+    (grad,) = torch.autograd.grad((varlen_attention((q.requires_grad_(), k, v), blocks, scale=1.0) * weights).sum(), q)
+
+    assert len(blocks) == num_tokens
+    assert grad[-1, 0].tolist() == [0.0, 320.0] + [0.0] * (HEAD_DIM - 2)
+
+
 def test_blocks_are_the_levels_of_the_forest():
     """a (b (c, d), e), f (g): the spans of a, b and f."""
     spans = ((0, 2, 9), (2, 4, 7), (9, 10, 12))
@@ -185,7 +205,7 @@ def test_flash_attention_is_taken_where_its_kernels_are(device, dtype, head_dim,
 def test_a_cpu_without_kernels_refuses_flash_attention(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernels, "has_cpu_kernels", lambda: False)
 
-    with pytest.raises(SettingsError, match="install_cpu_kernels"):
+    with pytest.raises(SettingsError, match=r"needs a GPU.*Set learner\.kernels = .auto."):
         chosen_kernels("fused", device=CPU, dtype=torch.float32, head_dim=64)
 
 

@@ -1,1 +1,1 @@
-"""Fully asynchronous GRPO made of the four packages."""
+"""Fully asynchronous GRPO, built from the four packages."""

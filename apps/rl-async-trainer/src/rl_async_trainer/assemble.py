@@ -1,4 +1,4 @@
-"""Settings become the queue and the roles of an asynchronous run."""
+"""Build the queue and the roles of an asynchronous run from its settings."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -25,18 +25,18 @@ FACTORIES = {
     "learner": "rl_async_trainer.roles.learner:LearnerHost",
     "teachers": "rl_async_trainer.roles.teachers:TeacherHost",
 }
-"""What each role is made from, as "module:class"; one of your own has the methods of the one it stands for."""
+"""Class of each role as "module:class"; a replacement has the methods of the class it replaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """Who works in a run.
+    """The roles of a run.
 
     Attributes:
-        cluster: Started them.
+        cluster: The cluster that started them.
         rollouter: See `Rollouter`.
         learner: See `LearnerHost`.
-        teachers: See `TeacherHost`; None where there are none.
+        teachers: See `TeacherHost`; None without teachers.
     """
 
     cluster: Cluster
@@ -52,7 +52,7 @@ class Roles:
 
 
 def open_queue(settings: AsyncSettings, folder: Path) -> TransferQueue:
-    """The run's queue, whose journal is in the run's folder: what it holds outlives every process.
+    """The run's queue; its journal is in the run's folder, so its contents survive every process.
 
     Raises:
         JournalError: The journal cannot be used.
@@ -75,10 +75,10 @@ async def start_roles(
     canary_sequences: Sequence[IntArray],
     factories: Mapping[str, str],
 ) -> Roles:
-    """Start every role's process; what is heavy in them starts when they are told to.
+    """Start every role's process; their models load later, on request.
 
     Raises:
-        RoleError: One cannot be started.
+        RoleError: A role cannot start.
     """
     roles, logs = settings.roles, folder / "logs"
     cluster = open_cluster(
@@ -109,7 +109,7 @@ async def start_roles(
 
 
 def ray_options(settings: AsyncSettings) -> RayOptions:
-    """Which Ray: one to join, or one that is started here."""
+    """The Ray cluster to join, or to start on this machine."""
     return RayOptions(address=settings.cluster.ray_address)
 
 

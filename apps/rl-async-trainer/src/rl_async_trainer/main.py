@@ -1,4 +1,4 @@
-"""The command line: train, validate, status, scale, simulate, export."""
+"""The command line: new, check-machine, train, validate, status, scale, simulate, export."""
 
 import argparse
 import os
@@ -25,22 +25,26 @@ if TYPE_CHECKING:
 
 USAGE = """usage: rl-async-trainer COMMAND ...
 
+  new DIR [--model FOLDER]
+      Write commented settings, a reward and ten problems to start from.
+  check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
+      Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
   train SETTINGS.toml [--resume] [--dry-run] [--replay RUN] [--section.name=value ...]
-      Train. --resume goes on with the run in the folder; --dry-run checks everything, prints the plan and ends;
-      --replay trains the groups of a recorded run in the same steps, from its skip cache where there is one.
+      Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits;
+      --replay trains on the groups of a recorded run in the same steps, from its skip cache if it has one.
   train --help [SECTION]
       Explain every setting, or those of one section.
   validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]
       Evaluate a Hugging Face folder or a checkpoint on the validation and test problems.
   status RUN
-      What a live run does: its roles, groups in flight and ready, versions.
+      Show what a live run is doing: its roles, groups in flight and ready, and policy versions.
   scale RUN --engines N
-      Add engines to a live run, or take some away.
+      Add engines to a live run, or remove some.
   simulate [WORKLOAD.toml] [--gpus N,...] [--search] ...
-      Step times on a virtual clock: how many GPUs for rollouts, how many for training, which staleness.
+      Simulate step times on a virtual clock: how to split GPUs between rollouts and training, and which staleness.
   export CHECKPOINT FOLDER [--merge | --adapter] [--base FOLDER]
-      Write the policy of a checkpoint (or of a run folder: its newest) as a Hugging Face folder. A LoRA adapter is
-      merged into its base, or written alone, in peft's format; --base says where the base is, if it was moved."""
+      Write the policy of a checkpoint as a Hugging Face folder; for a run folder, that of its newest checkpoint. A LoRA
+      adapter is merged into its base, or written alone in peft's format. --base names the base if it has moved."""
 
 
 STATUS_DEADLINE_S = 60.0
@@ -48,9 +52,10 @@ SCALE_DEADLINE_S = 1800.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and give its exit status.
+    """Run one command and return its exit status.
 
-    From the shell, `train` runs in a process of its own, which is started again when it is killed; else in this one.
+    From the shell, `train` runs in a separate process that is restarted if it is killed; otherwise it runs in this
+    process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     commands = {
@@ -70,7 +75,7 @@ def _settings_class() -> "type[AsyncSettings]":
 
 
 def train_supervised(words: list[str]) -> int:
-    """`train` under a supervisor, unless this is the process that one started, or a debugger shall work in it."""
+    """`train` under a supervisor, unless this process already has one or a debugger needs to work in it."""
     from rl_async_trainer.supervisor import end_with_supervisor, is_supervised, supervise
 
     if is_supervised():
@@ -147,10 +152,10 @@ def status(words: list[str]) -> int:
 def scale(words: list[str]) -> int:
     """`scale RUN --engines N`."""
     parser = argparse.ArgumentParser(
-        prog="rl-async-trainer scale", description="Add engines to a live run, or take some away."
+        prog="rl-async-trainer scale", description="Add engines to a live run, or remove some."
     )
     parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("--engines", type=int, required=True, help="how many engines there shall be")
+    parser.add_argument("--engines", type=int, required=True, help="number of engines")
     options = parser.parse_args(words)
     from rich.console import Console
 
@@ -160,7 +165,7 @@ def scale(words: list[str]) -> int:
     request = {"do": "scale", "engines": options.engines}
     subject = f"scale {options.run.resolve()}"
     with closing(ConsoleTracker(console=Console(stderr=True), subject=subject)) as console:  # the answer is the output
-        what, how = f"waiting until {options.engines} engine(s) serve", "a new one loads the policy"
+        what, how = f"waiting until {options.engines} engine(s) serve", "new engines load the policy"
         with console.phase(what, is_brief=True, detail=lambda: how):
             count = ask_run(options.run, request, deadline_s=SCALE_DEADLINE_S)
     say(f"the run has {count} engine(s) now")

@@ -1,6 +1,6 @@
-"""What the controller and its roles tell one another: orders, reports and events.
+"""Messages between the controller and its roles: orders, reports and events.
 
-Weights never, and of rows the few that people read, or that the policy is asked about.
+They never contain weights, and contain rows only to record or to probe.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ class StepOrder:
     """A step to train.
 
     Attributes:
-        step: Its number, from 1.
+        step: Step number, from 1.
         uids: The groups, in order.
-        version: Policy version of the weights that it starts from.
-        kl: State of the KL's coefficient; empty before the first step.
-        deadline_s: Longest wait for columns that others give, such as teachers.
+        version: Policy version at the start of the step.
+        kl: State of the KL coefficient; empty before the first step.
+        deadline_s: Maximum wait for columns from others, such as teachers.
     """
 
     step: int
@@ -32,15 +32,15 @@ class StepOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
-    """What a step did.
+    """The result of a step.
 
     Attributes:
         metrics: Reduced values by name.
-        num_trajectories: Trained on.
-        kl: State of the KL's coefficient after it.
-        busy_s: Seconds that the learner worked on it; waiting for rows is not in them.
-        rollouts: Trajectories that are to be written down.
-        histograms: Distributions by name, as `Histogram.to_json` gives them.
+        num_trajectories: Number of trajectories trained on.
+        kl: State of the KL coefficient after the step.
+        busy_s: Seconds of work, without waiting for rows.
+        rollouts: Trajectories to record.
+        histograms: Histograms by name, from `Histogram.to_json`.
     """
 
     metrics: Mapping[str, float]
@@ -53,13 +53,13 @@ class TrainedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationBatch:
-    """Problems that are asked together.
+    """Validation prompts that are sent together.
 
     Attributes:
         split: "validation" or "test".
-        step: Steps done by the policy that answers.
-        number: Counted from 0 within the validation.
-        prompts: The problems.
+        step: Number of finished steps of the policy that answers.
+        number: Index in the validation, from 0.
+        prompts: The prompts.
     """
 
     split: str

@@ -1,4 +1,4 @@
-"""What the asynchronous trainer can be told beside what both trainers can; `train --help` prints these words."""
+"""Settings that only the asynchronous trainer has; `train --help` prints these docstrings."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from rl_trainer_parts.settings.schema import UPDATE_KL, Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSettings:
-    """How far generation and training may be apart.
+    """How far generation may run ahead of training.
 
     Attributes:
-        max_staleness: Policy versions that the oldest token of a group may be behind the weights that it trains; 0
-            trains only what the present version has generated.
-        sync_every: Learner steps between two weight updates, hence of one policy version.
-        partial_rollout: Let responses go on under new weights, each token with its version; false lets every engine
-            finish what it has before it takes new weights, so that each response is of one version.
-        max_inflight_groups: Most groups generated at once; none leaves it to the bound of staleness.
-        validate_on: Where validation problems are answered while training goes on: by the "engines", under the weights
-            that they serve, or on the "learner" side, by an engine beside the learner with the weights of that step.
-        validation_batch: Validation problems that are asked at once; none asks all.
+        max_staleness: Maximum staleness: how many policy versions the oldest token of a group may be behind the weights
+            that train on it. 0 trains only on tokens of the current version.
+        sync_every: Learner steps between weight updates; each update is one policy version.
+        partial_rollout: Let responses continue across weight updates; each token records its version. With false,
+            engines finish all running responses before an update, so each response has one version.
+        max_inflight_groups: Maximum number of groups generated at once; with none, only max_staleness limits it.
+        validate_on: Where validation runs during training: on the "engines", with the weights they serve, or on the
+            "learner" side, in an extra engine with the weights of exactly that step.
+        validation_batch: Maximum number of validation prompts in flight; none sends all at once.
     """
 
     max_staleness: int = 1
@@ -36,20 +36,19 @@ class ScheduleSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSettings:
-    """Where the rollouter and the learner live, and what happens when one dies.
+    """Where rollouter and learner run, and what happens when one dies.
 
     Attributes:
-        kind: "ray" (actors of Ray, on this machine or many), "process" (processes of this machine), or "inline" (in
-            this process, where a debugger works). Within each, `rollout.placement` and `cluster.kind` say where its
-            engines and ranks run.
-        rollouter_restarts: How often a rollouter that died is started again; its groups are generated again.
-        learner_restarts: How often a learner that died is started again, from the last checkpoint.
-        controller_restarts: How often the run itself is started again when its process is killed.
-        teacher_restarts: How often the process that asks the teachers is started again.
-        start_deadline_s: Longest wait for a role to start.
-        heartbeat_deadline_s: A role that does not answer for so long is killed, and started again like one that died.
-        hang_deadline_s: Time without any progress after which hang.json is written, which says who waits for whom.
-        on_hang: Then "fail" the run, or only "report".
+        kind: "ray" (Ray actors, on one or more machines), "process" (processes on this machine) or "inline" (in this
+            process, easy to debug). `rollout.placement` and `cluster.kind` place the engines and ranks of each.
+        rollouter_restarts: How often a dead rollouter is restarted; its groups are generated again.
+        learner_restarts: How often a dead learner is restarted, from the last checkpoint.
+        controller_restarts: How often the controller is restarted after its process is killed.
+        teacher_restarts: How often the process that queries the teachers is restarted.
+        start_deadline_s: Maximum time for a role to start.
+        heartbeat_deadline_s: A role that does not answer for this long is killed and restarted.
+        hang_deadline_s: Time without progress after which hang.json is written; it shows which role waits for which.
+        on_hang: What happens after that: "fail" stops the run, "report" lets it continue.
     """
 
     kind: Literal["inline", "process", "ray"] = "ray"
@@ -86,12 +85,12 @@ class AsyncSettings(Settings):
 
     @property
     def placements(self) -> dict[str, str]:
-        """Where each part of the run lives, by the setting that says so."""
+        """Where each part of the run is placed, by the setting that decides it."""
         return {"roles.kind": self.roles.kind, **super().placements}
 
     @property
     def zero_metrics(self) -> tuple[str, ...]:
-        """As of every trainer, where what was sampled is compared with no older version."""
+        """As in every trainer, if sampled tokens are not compared with an older version."""
         is_older = self.algorithm.old_logprobs == "rollout" and not self.schedule_options.is_on_policy
         return UPDATE_KL if self.has_one_update and not is_older else ()
 
@@ -108,7 +107,7 @@ class AsyncSettings(Settings):
 
 
 def schedule_problems(settings: AsyncSettings) -> Iterator[str]:
-    """What of the asynchronous settings cannot work."""
+    """Problems of the asynchronous settings."""
     schedule, roles = settings.schedule, settings.roles
     for name, value, least in (
         ("schedule.max_staleness", schedule.max_staleness, 0),

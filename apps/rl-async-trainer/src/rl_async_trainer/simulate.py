@@ -49,7 +49,7 @@ def simulate(words: list[str]) -> int:
     """`simulate [WORKLOAD.toml] [--gpus N,...] [--split R:T | --search] ...`.
 
     Raises:
-        SettingsError: The words or the workload cannot be.
+        SettingsError: The arguments or the workload are invalid.
     """
     options = _parser().parse_args(words)
     if options.steps < 1:
@@ -73,7 +73,7 @@ def simulate(words: list[str]) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    """The published table, whose workload, GPUs and schedules are given."""
+    """The published table; its workload, GPUs and schedules are fixed."""
     for name, value in {"the workload": options.workload, "--gpus": options.gpus, "--from": options.run}.items():
         if value is not None:
             raise SettingsError(f"--published simulates the rows of the published table; leave out {name}.")
@@ -87,7 +87,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """A mistake on the command line is the user's setting; main says it and ends."""
+        """Treat a mistake on the command line as a settings error, which main reports."""
         raise SettingsError(f"simulate: {message}. See rl-async-trainer simulate --help.")
 
 
@@ -96,20 +96,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("workload", nargs="?", metavar="WORKLOAD.toml", help="lengths and costs; one ships")
     parser.add_argument("--gpus", metavar="N,...", help=f"GPUs in all (default: {DEFAULT_GPUS})")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--split", metavar="ROLLOUT:TRAIN", help="GPUs that generate and that train (default: halves)")
-    how.add_argument("--search", action="store_true", help="find the best split, and say which staleness is enough")
-    how.add_argument("--published", action="store_true", help="compare with the published table, and end")
+    how.add_argument("--split", metavar="ROLLOUT:TRAIN", help="GPUs for generation and training (default: half each)")
+    how.add_argument("--search", action="store_true", help="find the best split and a sufficient staleness")
+    how.add_argument("--published", action="store_true", help="compare with the published table and exit")
     parser.add_argument("--staleness", default="0,1,2", metavar="S,...", help="max_staleness (default: 0,1,2)")
     parser.add_argument(
         "--sync-every", type=int, default=1, metavar="K", help="learner steps of a version (default: 1)"
     )
     parser.add_argument("--partial", choices=("true", "false"), default="true", help="partial_rollout (default: true)")
     parser.add_argument("--steps", type=int, default=8, metavar="N", help=f"versions measured (default: 8); {WARM_UP}")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the lengths (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the lengths (default: 0)")
     parser.add_argument("--json", metavar="FILE", help="write the results here too")
     parser.add_argument("--from", dest="run", metavar="RUN", help="measure the workload from this run's folder")
     parser.add_argument("--run-gpus", default="1", metavar="N", help="GPUs, or R:T, of that run (default: 1)")
-    parser.add_argument("--write", metavar="FILE", help="write the workload here, to change it")
+    parser.add_argument("--write", metavar="FILE", help="write the workload here for editing")
     return parser
 
 
@@ -149,7 +149,7 @@ def _simulate_all(workload: Workload, options: argparse.Namespace) -> tuple[list
 
 
 def _progress() -> Progress:
-    """A bar on the standard error while that is a terminal: the standard output is the result."""
+    """A progress bar on stderr if that is a terminal; stdout has the result."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(
         *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
@@ -157,7 +157,7 @@ def _progress() -> Progress:
 
 
 def _show(outcomes: Sequence[Outcome]) -> None:
-    """The table; in a terminal the fastest of each number of GPUs is green."""
+    """The table; in a terminal the fastest row of each number of GPUs is green."""
     header, *rows = outcome_table(outcomes).splitlines()
     if not sys.stdout.isatty():
         say("\n".join((header, *rows)))
@@ -180,7 +180,7 @@ def _asynchronous(
 
 
 def _clusters(workload: Workload, options: argparse.Namespace) -> list[tuple[int, Cluster | None]]:
-    """GPUs in all, and how they are split; None where that is to be found."""
+    """Total number of GPUs, and their split; None if the split is searched."""
     if options.split is not None:
         rollout, train = _split(options.split, "--split")
         if options.gpus is not None and options.gpus != str(rollout + train):
@@ -227,15 +227,15 @@ def _write(file: Path, text: str) -> None:
 
 
 def measure_run(run: Path, *, rollout_gpus: int, train_gpus: int) -> Workload:
-    """The workload of a run of `rl-sync-trainer`, by its folder; the first step is left out where there are others.
+    """The workload of a run of `rl-sync-trainer`, without the first step if there are others.
 
     Args:
         run: The run's folder.
-        rollout_gpus: GPUs that generated.
-        train_gpus: GPUs that trained, which may be the same ones.
+        rollout_gpus: Number of GPUs that generated.
+        train_gpus: Number of GPUs that trained; they may be the same ones.
 
     Raises:
-        SettingsError: The folder has no metrics, or they lack what is needed.
+        SettingsError: The folder has no metrics, or a metric is missing.
     """
     steps, settings = _steps(run / "metrics.jsonl"), _settings(run / "settings.toml")
     return measure_workload(

@@ -1,7 +1,7 @@
-"""A small process that starts the run's own, and starts it again from the last checkpoint when it was killed.
+"""A small process that starts the run, and restarts it from the last checkpoint if it is killed.
 
-The run's process is the controller, whose roles end with it. It is in a session of its own, so that Ctrl-C reaches this
-process alone, which passes it on once; and it stops, with a checkpoint, when this process is gone.
+The run's process is the controller; its roles end with it. It has its own session, so Ctrl-C reaches only the
+supervisor, which forwards it once. If the supervisor dies, the run writes a checkpoint and stops.
 """
 
 import os
@@ -20,10 +20,10 @@ from rl_trainer_parts.reporting.consoles import make_console
 from rl_trainer_parts.run.folder import RunFolder
 
 PIPE_VARIABLE = "RL_ASYNC_TRAINER_PIPE"
-"""Descriptor of a pipe that stays open as long as the supervisor lives."""
+"""File descriptor of a pipe that stays open while the supervisor is alive."""
 
 LOOK_EVERY_S = 1.0
-"""Longest time until a signal is heard that came when the supervisor was about to wait."""
+"""Maximum delay of a signal that arrives just before the supervisor waits."""
 
 
 def is_supervised() -> bool:
@@ -32,7 +32,7 @@ def is_supervised() -> bool:
 
 
 def end_with_supervisor() -> None:
-    """Stop this run, as SIGTERM does, when its supervisor is gone."""
+    """Stop this run, as SIGTERM does, when its supervisor dies."""
     descriptor = os.environ.pop(PIPE_VARIABLE, None)  # not for children of this process
     if descriptor is None:
         return
@@ -49,12 +49,12 @@ def end_with_supervisor() -> None:
 
 
 def supervise(words: Sequence[str], settings: AsyncSettings, *, module: str = "rl_async_trainer.main") -> int:
-    """Run `train` with these words in a process of its own, and again each time that it was killed.
+    """Run `train` in a separate process, and restart it whenever it is killed.
 
     Args:
-        words: Of the command line, behind `train`.
-        settings: That they stand for.
-        module: What python runs.
+        words: Arguments after `train`.
+        settings: The settings they stand for.
+        module: Module that Python runs.
 
     Returns:
         The exit status of the run.
@@ -98,14 +98,14 @@ class _Supervisor:
                 signal.signal(number, handler)
 
     def _note_failure(self, said: str) -> None:
-        """Say why the run ended among its events, as a process that is killed cannot."""
+        """Log why the run ended, which a killed process cannot do itself."""
         events = EventLog(self._settings_file.with_name("events.jsonl"))
-        restarts = f"It was restarted {self._restarts} times, and is not again (roles.controller_restarts)."
+        restarts = f"It was restarted {self._restarts} times, the maximum (roles.controller_restarts)."
         events.write("run_failed", error=f"RoleDiedError: {said} {restarts}", role="controller")
         events.close()
 
     def _written(self) -> tuple[int, int] | None:
-        """Which settings file the folder has: until the run has written its own, it is none, or an earlier run's."""
+        """Identify the folder's settings file: before the run writes its own there is none, or an earlier run's."""
         try:
             found = self._settings_file.stat()
         except FileNotFoundError:
@@ -113,7 +113,7 @@ class _Supervisor:
         return found.st_ino, found.st_mtime_ns
 
     def _run_once(self) -> int:
-        """Start the process, and wait for its end; gives its exit status, negative where a signal ended it."""
+        """Start the process and wait for it; return its exit status, negative after a signal."""
         theirs, ours = os.pipe()
         command = [sys.executable, "-m", self._module, "train", *self._words]
         environment = {**os.environ, PIPE_VARIABLE: str(theirs)}

@@ -1,4 +1,4 @@
-"""One launch of an asynchronous run: open what was left, start the roles, train, and leave the folder fit to go on."""
+"""One launch of an asynchronous run: restore its state, start the roles, train, and leave a resumable folder."""
 
 import asyncio
 from collections.abc import Collection, Mapping
@@ -38,7 +38,7 @@ from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 
 
 class TrainingRun:
-    """One launch of a run, in a folder that this process holds."""
+    """One launch of a run, in a folder that this process has locked."""
 
     def __init__(
         self,
@@ -50,15 +50,15 @@ class TrainingRun:
         factories: Mapping[str, str] | None = None,
         replayed: Path | None = None,
     ) -> None:
-        """Name what is needed; nothing heavy starts before `run`.
+        """Set the parameters; models load in `run`.
 
         Args:
-            settings: Of the run.
-            inputs: Of the run.
-            folder: Of the run, held by this process.
+            settings: The run's settings.
+            inputs: The run's inputs.
+            folder: The run's folder, locked by this process.
             console: Shows progress.
-            factories: Roles that are made from something else than `FACTORIES` says.
-            replayed: Folder of a recorded run that this one repeats.
+            factories: Roles that replace those in `FACTORIES`.
+            replayed: Folder of the recorded run to replay.
         """
         self._replayed = replayed
         self._factories = {**FACTORIES, **(factories or {})}
@@ -76,7 +76,7 @@ class TrainingRun:
         self._say = self._lifecycle.say
 
     async def run(self) -> int:
-        """Train until the last step or a signal; gives the exit status. See `RunLifecycle.launch`."""
+        """Train until the last step or a signal; return the exit status. See `RunLifecycle.launch`."""
         self._hung = asyncio.get_running_loop().create_future()
         return await self._lifecycle.launch(self._train, lambda: self._now)
 
@@ -96,7 +96,7 @@ class TrainingRun:
         stack.callback(queue.close)
         parts = await self._controls(stack, stop, queue)
         if parts.scheduler.is_done and self._state.validated >= self._state.step:
-            console.say(f"all {self._state.step} steps are done; more need a larger trainer.steps")
+            console.say(f"all {self._state.step} steps are done; to continue, raise trainer.steps")
             return
         controller = Controller(parts, self._state)
         engine, num_parameters = await stop.run(
@@ -117,7 +117,7 @@ class TrainingRun:
             raise
 
     async def _answer(self, request: Mapping[str, Any]) -> Any:
-        """Answer who asks the run; while it starts or ends, only how far it is."""
+        """Answer a request to the run; while it starts or ends, only its status."""
         if self._controller is not None and not self._lifecycle.is_ending:
             return await self._controller.answer(request)
         return answer_meanwhile(request, self._lifecycle)
@@ -135,7 +135,7 @@ class TrainingRun:
         running.result()
 
     async def _controls(self, stack: AsyncExitStack, stop: StopSignal, queue: TransferQueue) -> ControllerParts:
-        """Everything that the controller works with, as the launch before left it."""
+        """Everything the controller needs, in the state of the previous launch."""
         settings, folder = self._settings, self._folder.path
         history = read_history(folder)
         plan = None if self._replayed is None else read_plan(self._replayed, settings.schedule_options)
@@ -201,7 +201,7 @@ class TrainingRun:
         return roles
 
     def _has_hung(self, loop: asyncio.AbstractEventLoop, report: HangReport) -> None:
-        """Say it, and end the run where the settings want that; called by whatever thread noticed."""
+        """Report the hang, and stop the run if the settings ask for it; called from the detecting thread."""
         file = self._folder.path / HANG_FILE
         self._say("run_hung", verdict=report.verdict, file=str(file), no_progress_s=report.no_progress_s)
         said = f"nothing has happened for {report.no_progress_s:.0f} s, since: {report.last_progress}. {report.verdict}"
@@ -216,7 +216,7 @@ class TrainingRun:
             self._hung.set_exception(HangError(said))
 
     async def _end_deaf(self) -> None:
-        """End the roles that did not answer; asked to close, they would not answer either."""
+        """Kill the roles that did not answer; they would not answer a request to close either."""
         roles = {} if self._roles is None else self._roles.all
         for name, role in roles.items():
             if name in self._deaf:

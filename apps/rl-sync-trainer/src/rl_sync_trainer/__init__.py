@@ -1,1 +1,1 @@
-"""Synchronous GRPO made of the four packages."""
+"""Synchronous GRPO, built from the four packages."""

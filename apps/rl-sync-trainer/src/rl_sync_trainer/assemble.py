@@ -1,4 +1,4 @@
-"""What the synchronous loop works with, and its queue."""
+"""Assemble the parts of the synchronous loop, and its queue."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,29 +26,29 @@ from rl_trainer_parts.settings.schema import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts(LearningParts):
-    """Everything that the loop works with.
+    """Everything that the loop needs.
 
     Attributes:
         inputs: Tokenizer, prompts, reward.
         folder: The run's folder.
-        engine: Generates; started.
+        engine: The engine, started.
         rollout: Runs the agent loop on the engine.
-        replay: Gives stored rollouts in place of new ones, where the settings say so.
+        replay: Replays stored rollouts, if the settings ask for it.
         source: Order of the training prompts.
-        queue: Between rollouts and learner.
-        teachers: Score what is in the queue, where there are any; started.
-        transport: Brings weights to the engine.
+        queue: Queue between rollouts and learner.
+        teachers: Score rows in the queue, if there are teachers; started.
+        transport: Sends weights to the engine.
         stop: Ctrl-C and SIGTERM.
-        on_state: Told each state that the run could go on from.
-        say: Writes an event, with its name and fields.
-        log_metrics: Takes the metrics of a step.
-        log_histograms: Takes its distributions.
-        log_generations: Takes a table of validation responses, with its step and name.
+        on_state: Called with every state from which the run can resume.
+        say: Logs an event, with its name and fields.
+        log_metrics: Receives a step's metrics.
+        log_histograms: Receives a step's histograms.
+        log_generations: Receives a table of validation responses, with its step and name.
         save_checkpoint: Writes a checkpoint.
-        rollouts: Writes trajectories down; None writes none.
-        probes: Asks the policy about tokens; None asks about none.
+        rollouts: Records trajectories; None records none.
+        probes: Probes the policy at fixed tokens; None probes none.
         memory: Measures memory; None measures none.
-        phase: Shows what runs; see `ConsoleTracker.phase`.
+        phase: Shows the current phase; see `ConsoleTracker.phase`.
     """
 
     inputs: Inputs
@@ -73,12 +73,12 @@ class Parts(LearningParts):
     phase: Callable[..., AbstractContextManager[None]] = lambda *_, **__: nullcontext()
 
     async def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
-        """Issue prompts, and tell the teachers, who may wait for some."""
+        """Issue prompts, and notify the teachers, who may be waiting."""
         self.queue.issue(prompts, num_sessions=num_sessions)
         if self.teachers is not None:
             await self.teachers.issued()
 
 
 def make_queue(settings: Settings) -> TransferQueue:
-    """The queue with the tasks of this run, which get the groups as they were issued: so runs can be repeated."""
+    """The run's queue; its tasks receive groups in the order of issue, so that runs are repeatable."""
     return InProcessQueue(queue_tasks(settings, order="issue"))

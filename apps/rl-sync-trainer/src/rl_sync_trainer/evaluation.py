@@ -1,4 +1,4 @@
-"""Validation and test problems, between the steps."""
+"""Validation and test between steps."""
 
 import time
 from dataclasses import replace
@@ -22,7 +22,7 @@ from rl_trainer_parts.run.checkpoints import TrainerState
 
 
 async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tuple[TrainerState, dict[str, float]]:
-    """Evaluate the validation problems, and the test problems where asked for.
+    """Evaluate on the validation prompts, and on the test prompts if requested.
 
     Returns:
         The state with `validation_accuracy_{first,last}` and `test_accuracy_{first,last}` in its results, and the
@@ -55,7 +55,7 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
 
 
 async def evaluate_prompts(parts: Parts, prompts: PromptSet, *, key: EntryKey, version: int) -> dict[str, float]:
-    """Validation metrics of responses to prompts; the trackers are given some, and probes are asked."""
+    """Validation metrics of responses; some are sent to the trackers, and probes run."""
     settings = parts.settings
     problems = chosen_problems(settings, prompts)
     found = await parts.replay.rollouts(

@@ -1,4 +1,4 @@
-"""The synchronous loop: rollouts, advantages, a Megatron step, weights with proof; one after the other."""
+"""The synchronous loop: rollouts, advantages, a Megatron step, and weights with proof, one after the other."""
 
 import time
 from dataclasses import replace
@@ -14,9 +14,9 @@ from rl_trainer_parts.run.checkpoints import TrainerState
 
 
 async def train(parts: Parts, state: TrainerState) -> TrainerState:
-    """Train until the last step; every state passed to `parts.on_state` is one to go on from."""
+    """Train until the last step; the run can resume from every state passed to `parts.on_state`."""
     settings = parts.settings.trainer
-    with parts.phase("giving the policy to the engine", is_brief=True):
+    with parts.phase("sending the policy to the engine", is_brief=True):
         await publish(parts, state.policy_version)
     if state.step == 0 and settings.validate_first and not state.results:
         state, metrics = await evaluate(parts, state, with_test=True)
@@ -32,10 +32,11 @@ async def train(parts: Parts, state: TrainerState) -> TrainerState:
 
 
 async def finish_step(parts: Parts, state: TrainerState) -> TrainerState:
-    """Validate, log and checkpoint a step that was trained; nothing where that is done.
+    """Validate, log and checkpoint a trained step, unless already done.
 
-    A run that was stopped while it validated is resumed here. The line of metrics comes before the checkpoint: killed
-    between the two, a run trains the step again and replaces the line; the other way round the line would be lost.
+    A run that was stopped during validation continues here. The metrics line is written before the checkpoint: if the
+    run is killed between the two, it trains the step again and replaces the line. In the opposite order the line would
+    be lost.
     """
     if state.unlogged is None:
         return state
@@ -65,7 +66,7 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
         trained, kl_state = learn(parts, lease.batch, recorder, step=state.step + 1, kl_state=state.kl)
     parts.queue.ack(lease)
     version = state.policy_version + 1
-    with recorder.timer("update_weights"), parts.phase(f"giving version {version} to the engine", is_brief=True):
+    with recorder.timer("update_weights"), parts.phase(f"sending version {version} to the engine", is_brief=True):
         await publish(parts, version, recorder)
     parts.queue.forget_finished()
     with recorder.timer("dump_rollout_generations"):
@@ -86,5 +87,5 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
 
 
 def is_due(step: int, every: int) -> bool:
-    """True at each multiple of `every`; never when it is 0."""
+    """True at each multiple of `every`; never if it is 0."""
     return every > 0 and step % every == 0

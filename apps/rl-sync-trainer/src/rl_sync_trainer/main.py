@@ -1,4 +1,4 @@
-"""The command line: train, validate, export."""
+"""The command line: new, check-machine, train, validate, export."""
 
 import os
 import sys
@@ -21,15 +21,19 @@ if TYPE_CHECKING:
 
 USAGE = """usage: rl-sync-trainer COMMAND ...
 
+  new DIR [--model FOLDER]
+      Write commented settings, a reward and ten problems to start from.
+  check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
+      Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
   train SETTINGS.toml [--resume] [--dry-run] [--section.name=value ...]
-      Train. --resume goes on with the run in the folder; --dry-run checks everything, prints the plan and ends.
+      Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits.
   train --help [SECTION]
       Explain every setting, or those of one section.
   validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]
       Evaluate a Hugging Face folder or a checkpoint on the validation and test problems.
   export CHECKPOINT FOLDER [--merge | --adapter] [--base FOLDER]
-      Write the policy of a checkpoint (or of a run folder: its newest) as a Hugging Face folder. A LoRA adapter is
-      merged into its base, or written alone, in peft's format; --base says where the base is, if it was moved."""
+      Write the policy of a checkpoint as a Hugging Face folder; for a run folder, that of its newest checkpoint. A LoRA
+      adapter is merged into its base, or written alone in peft's format. --base names the base if it has moved."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

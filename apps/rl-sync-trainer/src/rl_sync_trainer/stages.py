@@ -1,4 +1,4 @@
-"""Stages of a step around the algorithm: rollouts into the queue, weights into the engine, metrics of the batch."""
+"""Stages of a step around the algorithm: rollouts into the queue, weights into the engine, metrics."""
 
 import asyncio
 import itertools
@@ -42,14 +42,14 @@ from rl_trainer_parts.rollouts.skip_cache import record_replay
 
 
 class StepFeed:
-    """Gives the groups of one step, generated or replayed; each call is a part of the step with an entry of its own.
+    """Provides a step's groups, generated or replayed; each call is a separate part of the step in the cache.
 
     Attributes:
-        replayed: uids of the prompts whose groups, and their rewards, were replayed.
+        replayed: uids of prompts whose groups and rewards were replayed.
     """
 
     def __init__(self, parts: Parts, recorder: Recorder, *, step: int) -> None:
-        """Begin a step, counted from 1."""
+        """Start a step; steps count from 1."""
         self._parts = parts
         self._recorder = recorder
         self._step = step
@@ -59,7 +59,7 @@ class StepFeed:
     async def run(
         self, prompts: Sequence[Prompt], *, on_groups: Callable[[Sequence[GroupResult]], None] | None = None
     ) -> list[GroupResult]:
-        """Groups of these prompts, told to `on_groups` as they settle; a replay gives its own in their place."""
+        """Groups of these prompts, passed to `on_groups` as they finish; a replay provides its own prompts' groups."""
         parts, group_size = self._parts, self._parts.settings.rollout.group_size
         key = EntryKey(step=self._step, part=self._num_parts)
         self._num_parts += 1
@@ -80,7 +80,7 @@ class StepFeed:
         return list(found.groups)
 
     async def _issue(self, groups: Sequence[GroupResult]) -> None:
-        """Issue what was replayed, as many sessions of each prompt as there are."""
+        """Issue the replayed prompts, with as many sessions each as were stored."""
         if self._parts.settings.skip.rewards == "stored":
             self.replayed.update(group.prompt.uid for group in groups)
         for num_sessions, run in itertools.groupby(groups, key=lambda group: len(group.sessions)):
@@ -88,12 +88,12 @@ class StepFeed:
 
 
 async def collect_step(parts: Parts, recorder: Recorder, *, step: int) -> int:
-    """Rollouts of a step in the queue, with the scores of teachers where there are any; see `collect_rollouts`.
+    """Collect a step's rollouts in the queue, with teachers' scores if any; see `collect_rollouts`.
 
     Teachers score what has arrived while the rest is generated.
 
     Raises:
-        DeadlineError: Rollouts, or teachers, took too long.
+        DeadlineError: Rollouts or teachers took too long.
         StopRequestedError: The user stopped the run.
         TeacherError: A teacher cannot score.
     """
@@ -125,15 +125,15 @@ async def collect_step(parts: Parts, recorder: Recorder, *, step: int) -> int:
 
 
 async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> int:
-    """Run every session of a step's prompts, and put into the queue what shall train.
+    """Run every session of a step's prompts, and put the trainable groups into the queue.
 
     Args:
-        parts: Of the run.
-        recorder: Of the step.
-        step: Its number, from 1.
+        parts: The run's parts.
+        recorder: The step's recorder.
+        step: Step number, from 1.
 
     Returns:
-        Groups that can train; one whose sessions all failed cannot.
+        Groups that can train; a group whose sessions all failed cannot.
     """
     num_prompts = parts.settings.rollout.prompts_per_step
     feed = StepFeed(parts, recorder, step=step)
@@ -164,7 +164,7 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
 async def run_groups(
     parts: Parts, prompts: Sequence[Prompt], *, on_group: Callable[[GroupResult], None] | None = None
 ) -> list[GroupResult]:
-    """Issue prompts, and run every session of theirs; or take what a teacher wrote in their place."""
+    """Issue prompts and run all their sessions, or use the teacher's texts instead."""
     texts = text_options(parts.settings, parts.inputs.tokenizer)
     if texts is not None:
         groups = groups_of_texts(prompts, texts, parts.inputs.tokenizer)
@@ -187,14 +187,14 @@ async def run_groups(
 def record_rollouts(
     parts: Parts, groups: Sequence[GroupResult], recorder: Recorder, *, step: int, replayed: Collection[str] = ()
 ) -> None:
-    """Record what sessions cost; tell which failed, and which was the slowest.
+    """Record the sessions' cost, and report the failed and the slowest ones.
 
     Args:
-        parts: Of the run.
-        groups: Of the step.
-        recorder: Of the step.
-        step: Its number, from 1.
-        replayed: uids of the prompts whose sessions cost this step nothing.
+        parts: The run's parts.
+        groups: The step's groups.
+        recorder: The step's recorder.
+        step: Step number, from 1.
+        replayed: uids of prompts whose sessions took no time in this step.
 
     Raises:
         RolloutError: Every session failed.
@@ -221,11 +221,11 @@ def record_rollouts(
 
 
 async def publish(parts: Parts, version: int, recorder: Recorder | None = None) -> PublishReport:
-    """Give the learner's weights to the engine, and prove that it serves them; a failed proof is tried once more.
+    """Send the learner's weights to the engine and prove that it serves them; retry a failed proof once.
 
     Raises:
-        WeightProofError: The second proof failed too; the message names the first tensor that differs.
-        DeadlineError: The engine did not take the weights in time.
+        WeightProofError: The second proof failed too; names the first tensor that differs.
+        DeadlineError: The engine did not load the weights in time.
     """
     deadline_s = parts.settings.rollout.deadline_s
     try:
@@ -250,7 +250,7 @@ async def publish(parts: Parts, version: int, recorder: Recorder | None = None) 
 
 
 async def _publish_once(parts: Parts, version: int) -> PublishReport:
-    """From the learner's tensors on: export, pack, update, proof; the learner makes room for an engine that wakes."""
+    """Export, pack, send and prove the learner's weights; the learner frees memory for an engine that wakes."""
     settings, learners, tolerances = parts.settings, parts.learners, proof_tolerances(parts.settings)
     sequences = canary_sequences(settings, parts.inputs.train)
     canary = learners.canary(sequences, replays=replays(settings))
@@ -273,11 +273,11 @@ async def _wake_engine(parts: Parts) -> None:
 
 
 async def rest_engine(parts: Parts, *, keeps_weights: bool = False) -> None:
-    """Let the engine free its memory for the learner, where that is set and it can.
+    """Let the engine free its memory for the learner, if the settings ask for it and the engine can.
 
     Args:
-        parts: Of the run.
-        keeps_weights: It goes on with the weights that it has: no update comes first, so that none may be dropped.
+        parts: The run's parts.
+        keeps_weights: The engine needs its weights again before the next update, so they must not be dropped.
     """
     rollout = parts.settings.rollout
     if rollout.sleep and parts.engine.traits.can_sleep:
@@ -285,13 +285,13 @@ async def rest_engine(parts: Parts, *, keeps_weights: bool = False) -> None:
 
 
 def write_rollouts(parts: Parts, batch: Batch, *, step: int, version: int) -> None:
-    """Write some of a step's trajectories down."""
+    """Record some of a step's trajectories."""
     if parts.rollouts is not None:
         parts.rollouts.write(draft_rollouts(parts.settings, batch, step=step, version=version))
 
 
 def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, step: int, version: int, step_s: float) -> None:
-    """Record what the batch says of rewards, lengths, staleness, mismatch and speed, and how much memory there is."""
+    """Record the batch's rewards, lengths, staleness, mismatch and speed, and the memory in use."""
     recorder.record_all(summarize_step(parts.settings, batch, version=version, step_s=step_s))
     if has_distributions(parts.settings, step):
         record_distributions(batch, recorder)

@@ -1,4 +1,4 @@
-"""One launch of a run: start the parts, train, and leave the folder fit to go on from."""
+"""One launch of a run: start the parts, train, and leave a folder that can be resumed."""
 
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
@@ -31,10 +31,10 @@ from rl_trainer_parts.settings.schema import Settings
 
 
 class TrainingRun:
-    """One launch of a run, in a folder that this process holds."""
+    """One launch of a run, in a folder that this process has locked."""
 
     def __init__(self, settings: Settings, inputs: Inputs, folder: RunFolder, console: ConsoleTracker) -> None:
-        """Name what is needed; nothing heavy starts before `run`."""
+        """Set the parameters; models load in `run`."""
         self._settings = settings
         self._inputs = inputs
         self._folder = folder
@@ -44,7 +44,7 @@ class TrainingRun:
         self._store, self._say = self._lifecycle.store, self._lifecycle.say
 
     async def run(self) -> int:
-        """Train until the last step or a signal; gives the exit status. See `RunLifecycle.launch`."""
+        """Train until the last step or a signal; return the exit status. See `RunLifecycle.launch`."""
         return await self._lifecycle.launch(self._train, lambda: self._state)
 
     async def _train(self, stack: AsyncExitStack, stop: StopSignal) -> None:
@@ -56,7 +56,7 @@ class TrainingRun:
             self._lifecycle.resumes(checkpoint, self._state)
             source.restore(self._state.prompt_source)
             if self._state.step == settings.trainer.steps and self._state.unlogged is None:
-                console.say(f"all {self._state.step} steps are done; more need a larger trainer.steps")
+                console.say(f"all {self._state.step} steps are done; to continue, raise trainer.steps")
                 return
         else:
             self._state = replace(self._state, prompt_source=source.state())

@@ -1,1 +1,1 @@
-"""What the trainers share: settings, checks, run folders, and assembly; no algorithm, no command."""
+"""Shared parts of the trainers: settings, checks, run folders and assembly. No algorithm, no command."""

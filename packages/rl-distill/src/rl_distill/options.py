@@ -14,6 +14,7 @@ DECAYS = ("linear", "cosine")
 RECOMPUTES = ("none", "selective", "full")
 RECOMPUTED_MODULES = ("core_attn", "layernorm", "mlp", "moe")
 """Parts of a layer, by megatron's names."""
+DEFAULT_RECOMPUTED = ("layernorm",)
 KernelChoice = Literal["auto", "plain", "fused", "transformer_engine"]
 KERNELS = ("auto", "plain", "fused", "transformer_engine")
 PRODUCTS = ("auto", "torch", "onednn")
@@ -23,43 +24,44 @@ MAX_ALPHA = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerOptions:
-    """How a learner trains.
+    """Optimizer, precision, memory and kernels of a learner.
 
     Attributes:
         learning_rate: Peak learning rate.
         warmup_steps: Steps of linear warm-up from 0.
-        decay_steps: Step at which the rate reaches min_learning_rate; None keeps the peak.
-        decay: Way down from the warm-up's end to decay_steps: "linear" or "cosine".
-        min_learning_rate: Rate at decay_steps and after.
-        betas: Adam's.
-        eps: Adam's.
+        decay_steps: Step at which the learning rate reaches min_learning_rate; none keeps the peak.
+        decay: Shape of the decay from the end of the warm-up to decay_steps: "linear" or "cosine".
+        min_learning_rate: Learning rate from decay_steps on.
+        betas: Adam's beta1 and beta2.
+        eps: Adam's epsilon.
         weight_decay: Decoupled weight decay.
-        clip_grad: Largest global gradient norm; 0 turns clipping off.
-        micro_batch_tokens: Most tokens of a micro-batch, for each rank that shares its tokens (`context`); a longer
-            trajectory gets its own.
-        shared_prefix_tokens: Rows of a prompt that begin with at least so many tokens alike compute them once, which
-            changes results by rounding alone; 0 computes each row on its own. So do GPUs in float32.
-        products: float32 matrix products on a CPU: "torch" (MKL's), "onednn", or "auto" for what is faster here, which
-            a run measures at its start and keeps.
-        dtype: Parameters in "float32" or "bfloat16" (with float32 master weights).
-        recompute: "full" computes each layer's activations again in the backward pass: use it when memory is short.
-            "selective" does so for `recompute_modules` alone: use it when that saves enough. "none" keeps them all.
-        recompute_modules: Parts of a layer, by megatron's names. Begin with those that keep much and compute little.
-            "layernorm" forgets what the norms before attention and MLP give. "core_attn" forgets what attention keeps,
-            which is much only with plain kernels. "mlp" and "moe" forget all of an MLP, or of a mixture of experts,
-            with the norm before it.
-        kernels: "plain" uses a CPU's kernels; on a GPU, use it to compare results. "fused" uses a GPU's, such as flash
-            attention and one product for all experts. "transformer_engine" also uses that library's matrices and norms;
-            it must be installed, and no adapter can train. "auto" is "fused" on GPUs and "plain" on CPUs.
-        overlap_grad_reduce: Sum gradients over the data-parallel ranks while the backward pass still runs. Use it with
-            two or more such ranks, when steps wait for the sums.
-        overlap_param_gather: Gather the weights that the ranks of a distributed optimizer have updated while the next
-            forward pass runs. Use it when steps wait for them. It needs `parallel.distributed_optimizer` and
-            `overlap_grad_reduce`.
-        offload_optimizer: Keep Adam's moments and float32 master weights in the host's memory between steps. Use it
-            when a GPU cannot hold them beside the activations. It costs two copies a step, and does nothing on CPUs.
-        num_threads: Threads of a CPU learner; None leaves torch's setting.
-        seed: Of the initial weights, where none are loaded, and of dropout.
+        clip_grad: Maximum global gradient norm; 0 disables clipping.
+        micro_batch_tokens: Maximum tokens per micro-batch, for each rank that shares its tokens (`parallel.context`). A
+            longer trajectory gets a micro-batch of its own.
+        shared_prefix_tokens: Compute a prefix that rows of one prompt share only once if it has at least this many
+            tokens. Results change only by rounding. 0 computes every row on its own, and so do GPUs in float32.
+        products: Library for float32 matrix products on CPUs: "torch" (MKL), "onednn", or "auto", which measures both
+            at the start of a run and keeps the faster.
+        dtype: Parameter dtype: "float32", or "bfloat16" with float32 master weights.
+        recompute: "none" keeps all activations. "selective" recomputes those of `recompute_modules` in the backward
+            pass; try it first when memory is short. "full" recomputes every layer's; use it when selective does not
+            save enough.
+        recompute_modules: Parts of a layer to recompute, by Megatron's names: "layernorm" (the norms before attention
+            and MLP), "core_attn" (attention; saves much only with plain kernels), "mlp" and "moe" (a whole MLP or
+            mixture of experts, with the norm before it). Start with parts that hold much memory and cost little to
+            compute.
+        kernels: "auto" is "fused" on GPUs and "plain" on CPUs. "plain" is the CPU's kernels; use it on a GPU to compare
+            results. "fused" is a GPU's kernels, such as flash attention and grouped matrix products for experts.
+            "transformer_engine" also uses that library's linear layers and norms; it must be installed, and cannot
+            train adapters.
+        overlap_grad_reduce: Reduce gradients over the data-parallel ranks during the backward pass. Use it with two or
+            more such ranks when steps wait for the reduction.
+        overlap_param_gather: Gather the weights that a distributed optimizer updated during the next forward pass. Use
+            it when steps wait for the gather. Needs `parallel.distributed_optimizer` and `overlap_grad_reduce`.
+        offload_optimizer: Keep Adam's moments and the float32 master weights in host memory between steps. Use it when
+            they do not fit on the GPU beside the activations. Costs two copies per step; has no effect on CPUs.
+        num_threads: Threads of a learner on CPUs; none keeps torch's setting.
+        seed: Seed of dropout, and of weights that are not loaded.
     """
 
     learning_rate: float = 1e-6
@@ -76,7 +78,7 @@ class LearnerOptions:
     products: Literal["auto", "torch", "onednn"] = "auto"
     dtype: str = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
-    recompute_modules: tuple[str, ...] = ("layernorm",)
+    recompute_modules: tuple[str, ...] = DEFAULT_RECOMPUTED
     kernels: KernelChoice = "auto"
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
@@ -93,9 +95,7 @@ class LearnerOptions:
         known = {"dtype": DTYPES, "decay": DECAYS, "recompute": RECOMPUTES, "products": PRODUCTS, "kernels": KERNELS}
         flags = ("overlap_grad_reduce", "overlap_param_gather", "offload_optimizer")
         yield from not_among(self, {**known, **dict.fromkeys(flags, (False, True))})
-        modules: object = self.recompute_modules
-        if not isinstance(modules, tuple | list) or not modules or not set(modules) <= set(RECOMPUTED_MODULES):
-            yield f"recompute_modules must be some of {', '.join(RECOMPUTED_MODULES)}; found {modules!r}."
+        yield from self._recompute_problems()
         if self.overlap_param_gather is True and self.overlap_grad_reduce is False:
             yield "overlap_param_gather needs overlap_grad_reduce = true."
         betas = self.betas
@@ -106,6 +106,16 @@ class LearnerOptions:
             yield (
                 f"decay_steps = {self.decay_steps} is the step at which the rate reaches min_learning_rate; it must "
                 f"come after warmup_steps = {self.warmup_steps}."
+            )
+
+    def _recompute_problems(self) -> Iterator[str]:
+        modules: object = self.recompute_modules
+        if not isinstance(modules, tuple | list) or not modules or not set(modules) <= set(RECOMPUTED_MODULES):
+            yield f"recompute_modules must be some of {', '.join(RECOMPUTED_MODULES)}; found {modules!r}."
+        elif self.recompute in ("none", "full") and tuple(modules) != DEFAULT_RECOMPUTED:
+            yield (
+                f'recompute_modules = {list(modules)} has no effect with recompute = "{self.recompute}". Set recompute '
+                '= "selective", or leave out recompute_modules.'
             )
 
     def check(self) -> None:
@@ -120,18 +130,21 @@ class LearnerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraOptions:
-    """A LoRA adapter, trained in the place of the policy's weights, which stay as they are (Hu et al. 2021).
+    """A LoRA adapter, trained instead of the policy's weights, which stay frozen (Hu et al. 2021).
 
     Attributes:
-        rank: Rows of each A; 0 trains all weights. LoRA's usual learning rate is ten times full training's.
-        alpha: The adapter's product is multiplied by alpha / rank; None takes twice the rank.
-        rslora: Multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023).
-        dropout: Share of each adapter's inputs that is left out in training.
-        target_modules: Which matrices: "all-linear" (a mixture's attention, all of a dense policy's layers), or shell
-            patterns of the ends of Hugging Face's names, such as "q_proj", "self_attn.*" or "layers.1?.mlp.*".
-        serving: Whether engines are given the "adapter", beside weights that they keep, or all weights with the adapter
-            "merged" into them: more to send, and as fast to decode as without.
-        path: Folder of an adapter in peft's format to begin with; None begins with one that changes nothing.
+        rank: Rank of the adapter; 0 trains all weights. LoRA usually needs ten times the learning rate of full
+            training.
+        alpha: The adapter's output is scaled by alpha / rank; none uses twice the rank.
+        rslora: Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023).
+        dropout: Dropout on the adapter's inputs during training.
+        target_modules: Matrices that get an adapter: "all-linear" (every linear layer of a dense policy, the attention
+            of a mixture of experts), or shell patterns that match the end of Hugging Face names, such as "q_proj",
+            "self_attn.*" or "layers.1?.mlp.*".
+        serving: What engines receive: only the "adapter", which they apply to the base weights they keep, or "merged",
+            all weights with the adapter merged in. Merged weights take longer to send and decode as fast as a model
+            without an adapter.
+        path: Folder of an adapter in peft's format to start from; none starts from one with no effect.
     """
 
     rank: int = 0
@@ -181,19 +194,19 @@ class LoraOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
-    """How a policy is spread over ranks; data parallelism takes what the others leave of `ranks`.
+    """How the policy is sharded over ranks; the data-parallel size is `ranks` divided by the other sizes.
 
     Attributes:
-        ranks: Processes that train together; one GPU each, where there are GPUs.
-        tensor: Ranks that share each weight matrix.
-        pipeline: Stages of layers.
-        virtual_pipeline: Chunks of layers on each stage; above 1 is the interleaved schedule.
-        context: Ranks that share the tokens of each micro-batch.
-        expert: Ranks that share the experts of a mixture.
-        expert_tensor: Ranks that share each expert's matrices; None takes `tensor`.
-        sequence: Also share the tokens between the matrices over the `tensor` ranks; a mixture of experts with
-            tensor > 1 needs it.
-        distributed_optimizer: Share Adam's moments and float32 weights over the data-parallel ranks.
+        ranks: Number of training processes; each has its own GPU if there are GPUs.
+        tensor: Tensor-parallel size: ranks that share each weight matrix.
+        pipeline: Pipeline-parallel size: stages of layers.
+        virtual_pipeline: Chunks of layers per pipeline stage; above 1 uses the interleaved schedule.
+        context: Context-parallel size: ranks that share the tokens of each micro-batch.
+        expert: Expert-parallel size: ranks that share the experts of a mixture.
+        expert_tensor: Tensor-parallel size of each expert; none uses `tensor`.
+        sequence: Sequence parallelism: also shard activations between the matrices over the tensor-parallel ranks. A
+            mixture of experts with tensor > 1 needs it.
+        distributed_optimizer: Shard Adam's moments and the float32 master weights over the data-parallel ranks.
     """
 
     ranks: int = 1

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from rl_core.errors import SettingsError
 from rl_distill.architecture.policy_config import PolicyConfig
@@ -35,7 +34,7 @@ def check_learner(
     *,
     lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
 ) -> None:
-    """Refuse options that the layout, the policy, its adapter or the environment has no use for.
+    """Refuse options that do not go with the layout, the policy or its adapter.
 
     Raises:
         SettingsError: Each line begins with an option, and says what was found, and what would do.
@@ -46,14 +45,7 @@ def check_learner(
 
 
 def _kernel_problems(options: LearnerOptions, lora: LoraOptions) -> Iterator[str]:
-    if options.kernels != "transformer_engine":
-        return
-    if find_spec("transformer_engine") is None:
-        yield (
-            'kernels = "transformer_engine" needs the module transformer_engine, which is not installed here. Install '
-            '`transformer-engine[pytorch]` for this torch and CUDA, or set kernels = "fused".'
-        )
-    if lora.rank:
+    if options.kernels == "transformer_engine" and lora.rank:
         yield (
             'kernels = "transformer_engine" has no matrices with an adapter beside them; found lora.rank = '
             f'{lora.rank}. Set kernels = "fused", or lora.rank = 0.'

@@ -11,13 +11,13 @@ from rl_rollout.rollout import GroupResult
 
 @settings_record
 class RefillOptions:
-    """Whether and how groups are replaced.
+    """Dynamic sampling: replace groups that a filter refuses.
 
     Attributes:
-        filter: Which groups are kept: "reward_spread" (those whose rewards differ), a filter of another package, or
-            `path.py:function`; empty keeps all.
-        max_rounds: Rounds of generation in a step, the first one among them. After the last, groups that were refused
-            make up what is missing.
+        filter: Which groups to keep: "reward_spread" (groups whose rewards differ), the name of a filter that another
+            package installs, or `path.py:function`. Empty keeps all groups.
+        max_rounds: Maximum number of generation rounds per step, including the first. After the last round, refused
+            groups fill the missing places.
     """
 
     filter: str = ""

@@ -1,1 +1,1 @@
-"""The controller carries out what the scheduler decides, by calling the roles."""
+"""The controller: carries out the scheduler's decisions by calling the roles."""

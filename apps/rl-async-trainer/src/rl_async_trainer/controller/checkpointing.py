@@ -1,4 +1,4 @@
-"""The controller's checkpoints: the learner writes them, and the queue forgets what is in a whole one."""
+"""The controller's checkpoints: the learner writes them, and the queue acks the groups of complete ones."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from rl_trainer_parts.rollouts.setup import TRAIN
 
 
 class Checkpointing:
-    """Begins checkpoints, and acks the groups of those that are whole."""
+    """Starts checkpoints, and acks the groups of complete ones."""
 
     def __init__(self, parts: ControllerParts, learner: LearnerLink, metrics: StepMetrics) -> None:
-        """None is under way."""
+        """Start without a checkpoint in progress."""
         self._parts = parts
         self._scheduler = parts.scheduler
         self._learner = learner
@@ -23,19 +23,19 @@ class Checkpointing:
         self._num_saving = 0
 
     async def begin(self, state: AsyncState) -> None:
-        """Have the learner write a checkpoint of now; it names the groups that may be acked when it is whole."""
+        """Let the learner write a checkpoint of its current state; it lists the groups to ack once it is complete."""
         state = replace(state, unacked=self._scheduler.unsaved, wall_s=self._parts.lifecycle.wall_s)
         self._num_saving += 1
         content = asdict(state) | {"unacked": list(state.unacked)}
         await self._learner.save(state.step, content, self._learner.course())
 
     async def wait(self) -> None:
-        """Wait until what was begun is whole, and ack what it has."""
+        """Wait until the checkpoint in progress is complete, and ack its groups."""
         await self._learner.wait_saved()
         await self.confirm()
 
     async def confirm(self) -> None:
-        """Ack the groups of checkpoints that became whole."""
+        """Ack the groups of newly complete checkpoints."""
         if not self._num_saving:
             return
         for saved in await self._learner.saved():
@@ -47,12 +47,12 @@ class Checkpointing:
             await self.ack(self._scheduler.saved(saved.step))
 
     async def ack(self, uids: Sequence[str]) -> None:
-        """Tell the queue that these are in a whole checkpoint."""
+        """Ack groups that are in a complete checkpoint."""
         if uids:
             await asyncio.to_thread(self._parts.queue.finish, TRAIN, list(uids))
             self._parts.supply.done(uids)
             self._parts.progress("checkpoint")
 
     def given_up(self) -> None:
-        """The learner died, and what it wrote with it."""
+        """The learner died, and its unfinished checkpoint is lost."""
         self._num_saving = 0

@@ -1,9 +1,9 @@
-"""The controller: loops that do what the scheduler says.
+"""The controller: loops that carry out the scheduler's decisions.
 
-Read `_learn` first: it trains a step when there is one. Beside it `Rollouts` starts prompts and hears what became of
-them, and the weight publisher gives new weights to the engines. They meet at one condition, `_changed`. Weights
-never come here, and of rows only answers to validation problems, whose samples go to the trackers, and the few of each
-step that are written down.
+Read `_learn` first: it trains a step as soon as one is ready. Beside it, `Rollouts` starts prompts and receives their
+results, and the weight publisher sends new weights to the engines. They synchronise on one condition, `_changed`.
+Weights never pass through this process. Rows do only as validation answers, whose samples go to the trackers, and as
+the few trajectories of each step that are recorded.
 """
 
 import asyncio
@@ -37,14 +37,14 @@ from rl_trainer_parts.run.stopping import StopRequestedError
 
 
 class Controller:
-    """Runs a training from a state to its last step.
+    """Runs a training from a given state to its last step.
 
     Attributes:
-        state: Of the last step that was done.
+        state: State after the last finished step.
     """
 
     def __init__(self, parts: ControllerParts, state: AsyncState) -> None:
-        """Begin where a state was taken; nothing is asked of anybody yet."""
+        """Set the starting state; no role is called yet."""
         self.state = state
         self._parts = parts
         self._settings = parts.settings
@@ -80,11 +80,12 @@ class Controller:
         )
 
     async def start(self, checkpoint: Path | None) -> tuple[str, int]:
-        """Start what is heavy in the roles, all at once; within one process one after the other.
+        """Load the models of all roles, in parallel; with inline roles one after the other.
 
-        Gives the engine's name, and the number of the policy's parameters.
+        Returns the engine's name and the policy's number of parameters.
 
-        There, models that are loaded at the same time would be broken: transformers changes global state to load one.
+        Models must not load in parallel within one process, because transformers changes global state while it loads
+        one.
         """
         alone = asyncio.Semaphore(1 if self._settings.roles.kind == "inline" else 3)
 
@@ -104,8 +105,8 @@ class Controller:
         """Train until the last step.
 
         Raises:
-            StopRequestedError: A signal came; the state is that of the last step, and is saved.
-            Exception: What ended a role for good, with its trace.
+            StopRequestedError: A signal arrived; the state of the last finished step is saved.
+            Exception: The error that ended a role for good, with its traceback.
         """
         work = [self._learn(), self._rollouts.feed(), self._rollouts.gather(), self._weights.run()]
         work += [self._teachers.serve(), self._hear_stop()]
@@ -137,11 +138,11 @@ class Controller:
         )
 
     async def answer(self, request: Mapping[str, Any]) -> Any:
-        """Answer who asks the live run; see `answer_request`."""
+        """Answer a request to the live run; see `answer_request`."""
         return await answer_request(self._parts, self._learner, self._rollouter, request)
 
     async def save_stopped(self) -> None:
-        """Write a checkpoint of the last step, unless there is one."""
+        """Write a checkpoint of the last step, unless it exists."""
         with suppress(RoleRestartedError):  # it is at one
             if self._scheduler.unsaved:
                 await self._checkpoints.begin(self.state)
@@ -165,10 +166,10 @@ class Controller:
                 continue  # the scheduler was set back to the learner's checkpoint
 
     async def _begin(self) -> None:
-        """Give the present weights to the engines, and evaluate the untrained policy where that is asked for."""
+        """Send the current weights to the engines, and evaluate the untrained policy if requested."""
         while True:
             try:
-                with self._phase("giving the policy to the engines", is_brief=True):
+                with self._phase("sending the policy to the engines", is_brief=True):
                     await self._weights.pack_and_wait(self._scheduler.learner_version)
                 await self._validate_at_start()
                 break
@@ -184,14 +185,14 @@ class Controller:
             self._trackers.log_late(step, await self._validate(with_test=False))
 
     async def _validate_again(self) -> None:
-        """Begin a validation again that the learner gave up when it died, where its step is not trained again."""
+        """Restart a validation that a dead learner abandoned, unless its step is trained again."""
         was_restored, self._was_restored = self._was_restored, False
         if was_restored and self._lacks_validation and self._settings.schedule.validate_on == "learner":
             await self._validate_beside()
 
     @property
     def _lacks_validation(self) -> bool:
-        """The last step's validation was due, and is not over."""
+        """True if the last step's validation was due and is not finished."""
         state = self.state
         is_due = self._parts.validator.has_problems and self._is_due(self._settings.trainer.validate_every)
         return 0 < state.step > state.validated and is_due
@@ -216,7 +217,7 @@ class Controller:
                 await self._changed.wait()
 
     async def _step(self, uids: tuple[str, ...]) -> None:
-        """Train a step, publish what is due, log it, and save it where a checkpoint is due."""
+        """Train a step, then publish, log and checkpoint it as due."""
         scheduler, number = self._scheduler, self._scheduler.num_steps + 1
         async with self._in_step:
             with self._phase(f"training step {number}", is_brief=True):
@@ -241,7 +242,7 @@ class Controller:
         await self._checkpoints.confirm()
 
     async def _train(self, number: int, uids: tuple[str, ...]) -> TrainedStep:
-        """Have the learner train a step."""
+        """Let the learner train a step."""
         is_current = self._learner.course()
         self._parts.record.write("step", step=number, uids=list(uids))
         order = StepOrder(
@@ -261,7 +262,7 @@ class Controller:
         return report
 
     def _note(self, report: TrainedStep) -> float:
-        """Note a step that was done; gives the seconds since the one before."""
+        """Record a finished step; return the seconds since the previous one."""
         scheduler, state = self._scheduler, self.state
         wall_s = self._metrics.step_ended()
         self.state = replace(
@@ -277,7 +278,7 @@ class Controller:
         return wall_s
 
     async def _measure(self, report: TrainedStep, wall_s: float) -> tuple[dict[str, float], dict[str, Json]]:
-        """Metrics of a step that was done, and distributions."""
+        """Metrics and histograms of a finished step."""
         scheduler = self._scheduler
         window, teachers = await asyncio.gather(self._rollouter.window(scheduler.num_steps), self._teachers.window())
         self._parts.rollouts.hold(window["rollouts"])
@@ -299,7 +300,7 @@ class Controller:
         return metrics, {**window["histograms"], **report.histograms} if is_due else {}
 
     async def _publish_step(self) -> dict[str, float]:
-        """Publish after the last step of a version; wait for it, and validate, where the next step needs that."""
+        """Publish after the last step of a version; wait for it, and validate, if the next step needs that."""
         scheduler, every = self._scheduler, self._settings.schedule.sync_every
         is_last = scheduler.is_done
         version = scheduler.options.version_after(scheduler.num_steps)
@@ -315,13 +316,13 @@ class Controller:
         return {}
 
     async def _finish(self) -> None:
-        """Wait for what runs beside the training, and for the last checkpoint."""
+        """Wait for background work and for the last checkpoint."""
         await self._parts.validator.wait()
         await self._checkpoints.begin(self.state)
         await self._checkpoints.wait()
 
     async def _validate(self, *, with_test: bool) -> dict[str, float]:
-        """Evaluate the policy of now, while nothing trains."""
+        """Evaluate the current policy while training waits."""
         step = self.state.step
         await self._hold_weights(step)
         with self._phase(f"validating step {step}", is_brief=True):
@@ -330,7 +331,7 @@ class Controller:
         return found
 
     async def _validate_beside(self) -> None:
-        """Begin to evaluate the policy of now, while training goes on."""
+        """Start evaluating the current policy while training continues."""
         await self._parts.validator.wait()  # one at a time: each may hold a copy of the weights
         await self._hold_weights(self.state.step)
         self._parts.validator.begin(self.state.step, self._rollouter, self._learner, self._has_validated)
@@ -341,7 +342,7 @@ class Controller:
             await self._learner.hold(step, version, self._learner.course())
 
     def _has_validated(self, step: int, metrics: dict[str, float]) -> None:
-        """A validation beside the training is over."""
+        """A background validation has finished."""
         self.state = self._parts.validator.noted(self.state, step, metrics)
         self._trackers.log_late(step, metrics)
         self._parts.progress(f"validation of step {step}")
@@ -349,7 +350,7 @@ class Controller:
     # -- weights
 
     async def _is_served(self, packed: PackedWeights, report: PublishReport) -> None:
-        """The engines have new weights."""
+        """The engines serve new weights."""
         version = packed.update.version
         await asyncio.to_thread(self._parts.queue.set_policy_version, version)
         self._parts.record.write("published", version=version, step=packed.step, fingerprint=report.fingerprint)
@@ -365,7 +366,7 @@ class Controller:
         self._parts.say("role_died", role=role, error=str(error))
 
     async def _learner_is_restored(self, checkpoint: Path | None) -> None:
-        """Set everything back to the learner's checkpoint; what was trained since is trained again, the same way."""
+        """Roll everything back to the learner's checkpoint; later steps are trained again, identically."""
         state = AsyncState() if checkpoint is None else read_run_state(checkpoint, AsyncState)
         await self._checkpoints.ack(self._scheduler.saved(state.step))
         results = dict(state.results) | dict(self.state.results)
@@ -377,7 +378,7 @@ class Controller:
             self._changed.notify_all()
         if self._scheduler.num_steps != state.step:
             raise CheckpointError(
-                f"the learner died, and its newest whole checkpoint is of step {state.step}; that of step "
+                f"the learner died, and its newest complete checkpoint is of step {state.step}; that of step "
                 f"{self._scheduler.num_steps} was whole before, and the queue has acked what it had. Bring it back."
             )
         self._was_restored = True
@@ -387,10 +388,10 @@ class Controller:
     # -- the user
 
     async def _hear_stop(self) -> None:
-        """End the run when the user asks for it, but not amid a step, which a checkpoint shall have whole.
+        """Stop the run on request, but never mid-step, so that checkpoints hold complete steps.
 
         Raises:
-            StopRequestedError: The user did.
+            StopRequestedError: The user requested it.
         """
         await self._parts.stop.wait()
         async with self._in_step:

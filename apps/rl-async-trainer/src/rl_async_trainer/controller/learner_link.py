@@ -1,4 +1,4 @@
-"""The controller's end of the learner: after a death it goes on from its last checkpoint."""
+"""The controller's link to the learner: after a death the learner resumes from its last checkpoint."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,15 +16,15 @@ from rl_rollout.rollouter import PolicyScores
 from rl_trainer_parts.rollouts.answers import Answer
 
 IsCurrent = Callable[[], bool]
-"""False once the learner has gone back to a checkpoint since something was decided."""
+"""False once the learner was rolled back after a decision."""
 
 
 class LearnerLink:
     """Calls the learner.
 
-    When it died, the call raises RoleRestartedError as soon as it is there again, at its last checkpoint, which
-    `on_restored` was told. What was decided before, by `course`, is not asked of it any more: a step would train other
-    weights than it was made for, and a checkpoint would get the state of another step.
+    If the learner dies, the call raises RoleRestartedError once it is back at its last checkpoint and `on_restored` was
+    called. Decisions made before that, by `course`, are not sent any more: a step would train on other weights than
+    intended, and a checkpoint would get another step's state.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class LearnerLink:
         on_lost: Callable[[RoleDiedError], Awaitable[None]],
         on_restored: Callable[[Path | None], Awaitable[None]],
     ) -> None:
-        """Speak to a role.
+        """Link to a role.
 
         Args:
-            role: The learner's.
-            find_checkpoint: The newest whole checkpoint.
-            on_lost: Told of each death.
-            on_restored: Told from which checkpoint the learner goes on; None is the initial policy.
+            role: The learner's role.
+            find_checkpoint: Returns the newest complete checkpoint.
+            on_lost: Called after each death.
+            on_restored: Called with the checkpoint from which the learner resumes; None is the initial policy.
         """
         self._find_checkpoint = find_checkpoint
         self._on_restored = on_restored
@@ -54,25 +54,25 @@ class LearnerLink:
 
     @property
     def num_restarts(self) -> int:
-        """How often it was brought back."""
+        """Number of restarts."""
         return self._role.num_restarts
 
     @property
     def is_started(self) -> bool:
-        """True while its ranks are there."""
+        """True while its ranks are running."""
         return self._num_parameters is not None and self._role.is_current
 
     def course(self) -> IsCurrent:
-        """Tells later whether the learner has still done the steps that it has done now."""
+        """Return a function that later tells whether the learner was rolled back since now."""
         course = self._course
         return lambda: self._course == course
 
     def went_back(self) -> None:
-        """It was set back to its checkpoint, and so was everybody who knows how far it is."""
+        """The learner was rolled back to its checkpoint, and so was everyone who tracks its step."""
         self._course += 1
 
     async def start(self, checkpoint: Path | None) -> int:
-        """Start its ranks from a checkpoint; again, where it dies meanwhile. Gives the number of parameters."""
+        """Start its ranks from a checkpoint, again if it dies meanwhile; return the number of parameters."""
         while self._num_parameters is None:
             try:
                 self._num_parameters = await self._call("start", checkpoint)
@@ -93,14 +93,14 @@ class LearnerLink:
     async def prove(
         self, packed: PackedWeights, report: PublishReport, tolerances: ProofTolerances, is_current: IsCurrent
     ) -> PublishReport:
-        """See `LearnerHost.prove`; the report as it is where nothing is left to prove."""
+        """See `LearnerHost.prove`; returns the report unchanged if nothing is left to prove."""
         if not report.canary_scores:
             return report
         proven: PublishReport = await self._call("prove", packed.canary, report, tolerances, is_current=is_current)
         return proven
 
     async def expect_engines(self, count: int) -> None:
-        """See `LearnerHost.expect_engines`; a learner that is started again expects as many."""
+        """See `LearnerHost.expect_engines`; a restarted learner expects the same number."""
         self._num_engines = count
         await self._call("expect_engines", count)
 
@@ -109,7 +109,7 @@ class LearnerLink:
         await self._call("save", step, dict(state), is_current=is_current)
 
     async def look(self) -> None:
-        """Notice its death, and bring it back, where nobody has noticed yet."""
+        """Detect its death, and restart it, if nobody has yet."""
         try:
             await self._call("report")
         except RoleRestartedError:
@@ -125,18 +125,18 @@ class LearnerLink:
         return found
 
     async def hold(self, step: int, version: int, is_current: IsCurrent) -> None:
-        """See `LearnerHost.hold`; what is held is lost with the learner."""
+        """See `LearnerHost.hold`; held weights are lost with the learner."""
         await self._call("hold", step, version, is_current=is_current)
         self._held[step] = is_current
 
     async def validate(self, batch: ValidationBatch) -> list[Answer]:
-        """See `LearnerHost.validate`; refused where the weights that were held are lost."""
+        """See `LearnerHost.validate`; fails if the held weights are lost."""
         found: list[Answer] = await self._call("validate", batch, is_current=self._held[batch.step])
         self._held = {step: held for step, held in self._held.items() if step >= batch.step}
         return found
 
     async def probe(self, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores | None:
-        """See `LearnerHost.probe`; None where the learner died since it answered that step's validation."""
+        """See `LearnerHost.probe`; None if the learner died after it answered that step's validation."""
         try:
             found: PolicyScores = await self._call("probe", step, sequences, top_k, is_current=self._held[step])
         except RoleRestartedError:

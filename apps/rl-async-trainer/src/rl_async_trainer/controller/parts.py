@@ -19,23 +19,23 @@ from rl_trainer_parts.run.stopping import StopSignal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerParts:
-    """What the controller works with.
+    """Shared parts of the controller.
 
     Attributes:
-        settings: Of the run.
-        roles: Who works.
-        queue: Between them.
-        scheduler: Decides.
-        supply: Gives prompts.
-        record: Of what happens.
-        validator: Asks and gathers validation problems.
-        evidence: Asks all roles what they do.
+        settings: The run's settings.
+        roles: The run's roles.
+        queue: The queue between them.
+        scheduler: Decides which prompts start and which groups make a step.
+        supply: Provides prompts.
+        record: Records what happens.
+        validator: Runs validations.
+        evidence: Collects what every role is doing.
         stop: Ctrl-C and SIGTERM.
-        progress: Told of each progress.
-        say: Writes an event.
-        lifecycle: Knows trackers, checkpoints, and the time that was spent.
-        rollouts: Writes trajectories of a step down.
-        memory: Measures that of the controller's process.
+        progress: Called on any progress.
+        say: Logs an event.
+        lifecycle: Trackers, checkpoints and elapsed time.
+        rollouts: Records a step's trajectories.
+        memory: Measures the controller's memory.
     """
 
     settings: AsyncSettings

@@ -1,4 +1,4 @@
-"""The controller's end of the rollouter: after a death it is brought back to where it was, before anything goes on."""
+"""The controller's link to the rollouter: after a death its state is restored before calls continue."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,19 +21,19 @@ EVENTS_WAIT_S = 20.0
 class RollouterLink:
     """Calls the rollouter.
 
-    When it died, whoever called it waits until it is there again; what it had under way is given back by `on_lost`
-    before. What needs weights waits until they were published to it anew.
+    If the rollouter dies, its callers wait until it is back; before that, `on_lost` gives back its unfinished groups.
+    Calls that need weights wait until weights were published again.
     """
 
     def __init__(
         self, role: Role, settings: AsyncSettings, *, on_lost: Callable[[RoleDiedError], Awaitable[None]]
     ) -> None:
-        """Speak to a role.
+        """Link to a role.
 
         Args:
-            role: The rollouter's.
-            settings: Of the run.
-            on_lost: Told of each death, before the rollouter serves again.
+            role: The rollouter's role.
+            settings: The run's settings.
+            on_lost: Called after each death, before the rollouter serves again.
         """
         self._settings = settings
         self._bare = role
@@ -45,31 +45,32 @@ class RollouterLink:
 
     @property
     def tolerances(self) -> ProofTolerances:
-        """How far an engine may be from the learner."""
+        """Tolerances between engine and learner."""
         return proof_tolerances(self._settings)
 
     @property
     def num_restarts(self) -> int:
-        """How often it was brought back."""
+        """Number of restarts."""
         return self._role.num_restarts
 
     @property
     def is_started(self) -> bool:
-        """True while its engines are there."""
+        """True while its engines are running."""
         return self._engine is not None and self._role.is_current
 
     async def start(self) -> str:
-        """Start its engines; again, where it dies meanwhile. Gives the engine's name."""
+        """Start its engines, again if it dies meanwhile; return the engine's name."""
         while self._engine is None:
             self._engine = await self._call("start")  # None where it died, and `_restart` has started it
         return self._engine
 
     async def submit(self, dispatches: Sequence[Dispatch], is_current: Callable[[], bool]) -> None:
-        """See `Rollouter.submit`; what a dying rollouter was given is given back like the rest.
+        """See `Rollouter.submit`; groups given to a dying rollouter are given back like the others.
 
         Args:
-            dispatches: What to generate.
-            is_current: False once they were given back, as the rollouter died before it heard of them.
+            dispatches: Groups to generate.
+            is_current: Returns False once the groups were given back because the rollouter died before it received
+                them.
         """
         await self._call("submit", list(dispatches), needs_weights=True, is_current=is_current)
 
@@ -79,7 +80,7 @@ class RollouterLink:
         return found or []
 
     async def publish(self, packed: PackedWeights) -> PublishReport | None:
-        """See `Rollouter.publish`; None where it died meanwhile: then it has no weights."""
+        """See `Rollouter.publish`; None if it died meanwhile and therefore has no weights."""
         drain = not self._settings.schedule.partial_rollout
         arguments = packed.update, packed.canary, self.tolerances, drain
         report: PublishReport | None
@@ -94,24 +95,24 @@ class RollouterLink:
         return bool(await self._call("lacks_weights"))
 
     async def validate(self, batch: ValidationBatch) -> list[Answer]:
-        """See `Rollouter.validate`; asked again where the rollouter died."""
+        """See `Rollouter.validate`; called again if the rollouter died."""
         found: list[Answer] | None = None
         while found is None:
             found = await self._call("validate", batch, needs_weights=True)
         return found
 
     async def probe(self, _step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores | None:
-        """See `Rollouter.scores`; None where it died meanwhile."""
+        """See `Rollouter.scores`; None if it died meanwhile."""
         found: PolicyScores | None = await self._call("scores", sequences, top_k, needs_weights=True)
         return found
 
     async def window(self, step: int) -> dict[str, Any]:
-        """See `Rollouter.window`; of a rollouter that died meanwhile there is nothing."""
+        """See `Rollouter.window`; empty if it died meanwhile."""
         found: dict[str, Any] | None = await self._call("window", step)
         return found or {"metrics": {}, "histograms": {}, "events": [], "rollouts": []}
 
     async def set_num_engines(self, count: int) -> int:
-        """See `Rollouter.set_num_engines`; a rollouter that is started again has as many."""
+        """See `Rollouter.set_num_engines`; a restarted rollouter has the same number."""
         found: int | None = None
         while found is None:
             found = await self._call("set_num_engines", count)
@@ -119,7 +120,7 @@ class RollouterLink:
         return found
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What it answers; None where it died before it did, and is there again."""
+        """Its answer; None if it died before answering and was restarted."""
         return (await self._ask(method, *args, **kwargs))[1]
 
     async def _ask(
@@ -130,7 +131,7 @@ class RollouterLink:
         is_current: Callable[[], bool] | None = None,
         **kwargs: Any,
     ) -> tuple[int, Any]:
-        """As `_call`, with the number of the incarnation that was asked."""
+        """Like `_call`, with the number of the incarnation that was called."""
         incarnation = await self._ready(needs_weights=needs_weights)
         if is_current is not None and not is_current():
             return incarnation, None
@@ -140,7 +141,7 @@ class RollouterLink:
             return incarnation, None
 
     async def _ready(self, *, needs_weights: bool) -> int:
-        """Wait until it is there, and has weights where that matters; gives its incarnation."""
+        """Wait until it is running, and has weights if needed; return its incarnation."""
         while True:
             incarnation = await self._role.ready()
             if not needs_weights or self._served == incarnation:

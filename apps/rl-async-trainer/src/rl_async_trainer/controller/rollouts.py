@@ -1,4 +1,4 @@
-"""The rollouter's side of the controller: starts prompts when the scheduler allows it, and hears what comes of them."""
+"""Starts prompts when the scheduler allows it, and receives the rollouter's results."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -14,11 +14,11 @@ from rl_rollout.rollouter import Dispatch, GroupEvent, queued_event
 
 
 class Rollouts:
-    """Tells the scheduler of each group from its issue until it is ready or gone.
+    """Reports each group to the scheduler from its issue until it is ready or has failed.
 
     Attributes:
         link: Calls the rollouter.
-        last_failure: Why the last group that is gone went; before that, where to look for it.
+        last_failure: Why the last failed group failed; before the first failure, where to look for the reason.
     """
 
     def __init__(
@@ -30,14 +30,14 @@ class Rollouts:
         on_started: Callable[[], Awaitable[None]],
         on_weights_lost: Callable[[], None],
     ) -> None:
-        """Nothing is started before `let_feed`.
+        """Start paused; prompts start after `let_feed`.
 
         Args:
-            parts: What the controller works with.
-            changed: Where it is announced that the scheduler knows more; guards it.
-            metrics: Counts what was dropped.
-            on_started: Told each time that prompts were started.
-            on_weights_lost: Told, with `changed` held, that engines have no weights, or lack those that they missed.
+            parts: Shared parts of the controller.
+            changed: Condition that guards the scheduler and announces its changes.
+            metrics: Counts dropped groups.
+            on_started: Called whenever prompts were started.
+            on_weights_lost: Called, with `changed` held, when engines have no weights or missed an update.
         """
         self._parts = parts
         self._scheduler = parts.scheduler
@@ -51,7 +51,7 @@ class Rollouts:
         self.link = RollouterLink(parts.roles.rollouter, parts.settings, on_lost=self._is_lost)
 
     async def let_feed(self) -> None:
-        """Let prompts be started."""
+        """Allow prompts to start."""
         async with self._changed:
             self._is_feeding = True
             self._changed.notify_all()
@@ -61,7 +61,7 @@ class Rollouts:
         self._is_feeding = False
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Show people that the learner waits, and how many groups there are."""
+        """Show that the learner waits, and how many groups are ready."""
         scheduler = self._scheduler
         return self._parts.lifecycle.console.phase(
             "waiting for rollouts",
@@ -83,7 +83,7 @@ class Rollouts:
             await self._on_started()
 
     async def gather(self) -> None:
-        """Hear what became of groups; ends only by an error."""
+        """Receive finished groups; ends only by an error."""
         while True:
             events = await self.link.events()
             if not events:
@@ -98,7 +98,7 @@ class Rollouts:
     # -- inside
 
     async def _next_dispatches(self) -> list[Dispatch]:
-        """Waiting prompts, and behind them new ones, which are issued."""
+        """Waiting prompts, then newly issued ones."""
         waiting, num_new = self._scheduler.to_start()
         prompts = self._parts.supply.next(num_new)
         size = self._parts.settings.rollout.group_size
@@ -113,7 +113,7 @@ class Rollouts:
         ]
 
     async def _missing_sessions(self, waiting: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """What groups lack that were under way before; what lacks nothing is taken."""
+        """Missing sessions of groups that were in flight; complete groups are accepted."""
         if not waiting:
             return {}
         unsettled = {one.prompt.uid: one.sessions for one in await asyncio.to_thread(self._parts.queue.unsettled)}
@@ -121,7 +121,7 @@ class Rollouts:
         return {uid: unsettled[uid] for uid in waiting if uid in unsettled}
 
     async def _take_settled(self, uids: Collection[str]) -> None:
-        """What of these was put, or failed, before the rollouter died, as the queue says; `changed` is held."""
+        """Groups that finished or failed before the rollouter died, according to the queue; `changed` is held."""
         if not uids:
             return
         for entry in await asyncio.to_thread(self._parts.queue.ledger):
@@ -148,18 +148,18 @@ class Rollouts:
             self._scheduler.require_group(event.uid, failure=event.failure)
 
     async def _look_for_weights(self) -> None:
-        """An engine that was started again may have missed weights that died with the learner."""
+        """A restarted engine may have missed weights that were lost with the learner."""
         if await self.link.lacks_weights():
             async with self._changed:
                 self._on_weights_lost()
 
     def _until_lost(self) -> Callable[[], bool]:
-        """Tells later whether what was started now was given back since, as the rollouter died."""
+        """Return a function that later tells whether groups started now were given back after the rollouter died."""
         num_lost = self._num_lost
         return lambda: self._num_lost == num_lost
 
     async def _is_lost(self, error: RoleDiedError) -> None:
-        """What it had under way is there, where it was put before the end, or is generated again."""
+        """Groups in flight are kept if they were finished before the end, and generated again otherwise."""
         self._parts.say("role_died", role="rollouter", error=str(error))
         async with self._changed:
             self._num_lost += 1

@@ -1,4 +1,4 @@
-"""What a step is said to have cost, gathered from learner, rollouter, queue and scheduler."""
+"""Metrics of a step, gathered from learner, rollouter, queue and scheduler."""
 
 import time
 from collections import Counter
@@ -14,17 +14,17 @@ from rl_rollout.schedule import Scheduler
 BYTES_PER_GIB = 2**30
 
 ADDED_UP = ("fully_async/count/total_generated_samples", "fully_async/count/stale_trajectory_processed")
-"""Counts that are told of each step, and said of the whole launch."""
+"""Counts reported per step and for the whole launch."""
 
 
 class StepMetrics:
-    """Metrics of the steps of one launch of a run."""
+    """Step metrics of one launch."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Begin to count.
+        """Start counting.
 
         Args:
-            clock: Seconds.
+            clock: Returns seconds.
         """
         self._clock = clock
         self._last_end = clock()
@@ -35,14 +35,14 @@ class StepMetrics:
         self._so_far = dict.fromkeys(ADDED_UP, 0.0)
 
     def step_ended(self) -> float:
-        """Seconds since the step before."""
+        """Seconds since the previous step."""
         now = self._clock()
         wall_s, self._last_end = now - self._last_end, now
         return wall_s
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the seconds as a wait for the groups of the next step."""
+        """Count seconds of waiting for the next step's groups."""
         began = self._clock()
         try:
             yield
@@ -50,15 +50,15 @@ class StepMetrics:
             self._waited_s += self._clock() - began
 
     def dropped(self, reason: str, count: int = 1) -> None:
-        """Count groups that no step will have, or that are generated again."""
+        """Count groups that are dropped or generated again."""
         self._dropped[reason] += count
 
     def saved(self, took_s: float) -> None:
-        """A checkpoint is whole."""
+        """A checkpoint is complete."""
         self._saved_s = took_s
 
     def published(self, packed: PackedWeights, report: PublishReport) -> None:
-        """The engines have new weights."""
+        """The engines serve new weights."""
         self._updates = {
             "weights/num_tensors": float(report.num_tensors),
             "weights/size_gb": report.size_bytes / 2**30,
@@ -82,15 +82,15 @@ class StepMetrics:
         stats: Mapping[str, float],
         restarts: Mapping[str, int],
     ) -> dict[str, float]:
-        """Metrics of a step that was just trained.
+        """Metrics of the step just trained.
 
         Args:
-            report: The learner's.
-            window: The rollouter's, since the step before.
-            wall_s: Seconds since the step before.
-            scheduler: After the step.
-            stats: Of the queue.
-            restarts: Of each role, so far.
+            report: The learner's report.
+            window: The rollouter's activity since the previous step.
+            wall_s: Seconds since the previous step.
+            scheduler: The scheduler, after the step.
+            stats: The queue's statistics.
+            restarts: Restarts of each role so far.
         """
         metrics = dict(window) | dict(report.metrics) | self._updates
         self._updates, waited_s, self._waited_s = {}, self._waited_s, 0.0

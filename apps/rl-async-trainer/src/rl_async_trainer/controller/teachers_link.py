@@ -1,4 +1,4 @@
-"""The controller's end of the teachers: a role that died is started again, and looks for itself what lacks scores."""
+"""The controller's link to the teachers: a restarted role finds unscored rows by itself."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,14 +10,14 @@ from rl_core.errors import NotReadyError, RoleDiedError
 
 
 class TeachersLink:
-    """Calls the teachers' role; does nothing where a run has none."""
+    """Calls the teachers' role; does nothing in a run without teachers."""
 
     def __init__(self, role: Role | None, *, on_lost: Callable[[RoleDiedError], Awaitable[None]]) -> None:
-        """Speak to a role.
+        """Link to a role.
 
         Args:
-            role: The teachers'.
-            on_lost: Told of each death.
+            role: The teachers' role.
+            on_lost: Called after each death.
         """
         self._bare = role
         self._role = None if role is None else SupervisedRole(role, on_lost=on_lost, start=self._restart)
@@ -25,23 +25,23 @@ class TeachersLink:
 
     @property
     def num_restarts(self) -> int:
-        """How often they were brought back."""
+        """Number of restarts."""
         return 0 if self._role is None else self._role.num_restarts
 
     @property
     def is_started(self) -> bool:
-        """True while the teachers are there."""
+        """True while the teachers are running."""
         return self._role is not None and self._was_started and self._role.is_current
 
     async def start(self) -> None:
-        """Start every teacher; again, where the role dies meanwhile."""
+        """Start every teacher, again if the role dies meanwhile."""
         if self._role is not None and not self._was_started:
             with suppress(RoleRestartedError):  # and they are started
                 await self._role.call("start")
             self._was_started = True
 
     async def serve(self) -> None:
-        """Let the teachers score what arrives; ends only by an error."""
+        """Let the teachers score new rows; ends only by an error."""
         if self._role is None:
             await asyncio.Event().wait()
             return
@@ -50,15 +50,15 @@ class TeachersLink:
                 await self._role.call("serve")
 
     async def issued(self) -> None:
-        """Say that prompts were issued."""
+        """Notify the teachers of issued prompts."""
         await self._tell("issued")
 
     async def window(self) -> dict[str, Any]:
-        """See `TeacherHost.window`; of teachers that are being started again there is nothing."""
+        """See `TeacherHost.window`; empty while the teachers restart."""
         return await self._tell("window") or {"metrics": {}, "events": []}
 
     async def _tell(self, method: str) -> Any:
-        """Call them, and wait for nothing where they died."""
+        """Call the teachers, without waiting if they died."""
         if self._bare is None or not self.is_started:
             return None
         with suppress(RoleDiedError, NotReadyError):

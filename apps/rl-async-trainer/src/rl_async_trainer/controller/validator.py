@@ -1,4 +1,4 @@
-"""Runs validations: asks problems in batches, and summarizes the answers."""
+"""Runs validations: sends prompts in batches and summarises the answers."""
 
 import asyncio
 import time
@@ -32,11 +32,11 @@ OnValidated = Callable[[int, dict[str, float]], None]
 
 
 Answerer = RollouterLink | LearnerLink
-"""Who answers validation problems: the engines or the learner's side."""
+"""Answers validation prompts: the engines or the learner's side."""
 
 
 class Validator:
-    """Runs one validation after the other, beside the training or while it waits."""
+    """Runs one validation after the other, while training continues or waits."""
 
     def __init__(
         self,
@@ -48,15 +48,15 @@ class Validator:
         progress: Callable[[str], None],
         probes: TokenProbes,
     ) -> None:
-        """Hold what is asked.
+        """Set what is validated.
 
         Args:
-            settings: Of the run.
-            inputs: Of the run.
-            say: Writes an event.
-            on_generations: Told the samples that were drawn of each validation, with their step and name.
-            progress: Told of each batch that was answered.
-            probes: Asks what the policy thinks of tokens.
+            settings: The run's settings.
+            inputs: The run's inputs.
+            say: Logs an event.
+            on_generations: Receives each validation's samples, with their step and name.
+            progress: Called after each answered batch.
+            probes: Probes the policy at fixed tokens.
         """
         self._settings = settings
         self._inputs = inputs
@@ -72,23 +72,23 @@ class Validator:
 
     @property
     def has_problems(self) -> bool:
-        """False where there is nothing to validate on while training goes on."""
+        """False if there is nothing to validate on during training."""
         return self._inputs.validation is not None
 
     async def run(
         self, step: int, engines: Answerer, learner: Answerer, *, with_test: bool, is_beside: bool = False
     ) -> dict[str, float]:
-        """Evaluate the policy of now; gives its metrics.
+        """Evaluate the current policy and return its metrics.
 
         Args:
-            step: Steps done.
-            engines: Answer where the settings say so.
-            learner: The same.
-            with_test: Also the test problems.
-            is_beside: Training goes on meanwhile.
+            step: Number of finished steps.
+            engines: Answer if the settings select them.
+            learner: Answers if the settings select it.
+            with_test: Also evaluate the test prompts.
+            is_beside: Training continues meanwhile.
 
         Raises:
-            RoleRestartedError: The learner's side answered, and died.
+            RoleRestartedError: The learner's side answered and died.
         """
         whom = engines if self._settings.schedule.validate_on == "engines" else learner
         started = time.perf_counter()
@@ -112,9 +112,10 @@ class Validator:
         return metrics
 
     def begin(self, step: int, engines: Answerer, learner: Answerer, on_validated: OnValidated) -> None:
-        """Evaluate beside the training; `on_validated` gets the metrics.
+        """Evaluate in the background; `on_validated` receives the metrics.
 
-        A learner's side that dies amid it gives up: the controller begins again, or trains the step again.
+        If the learner's side dies meanwhile, this validation is abandoned: the controller restarts it or trains the
+        step again.
         """
 
         async def work() -> None:
@@ -130,24 +131,24 @@ class Validator:
         self._tasks.append(asyncio.create_task(work()))
 
     async def wait(self) -> None:
-        """Wait for the validations that run.
+        """Wait for running validations.
 
         Raises:
-            Exception: What ended one.
+            Exception: The error that ended one.
         """
         await asyncio.gather(*self._tasks)
         if self.failed.done():
             self.failed.result()
 
     def awaited(self) -> tuple[Wait | None, bool]:
-        """What it waits for right now, if anything, and whether training waits with it."""
+        """What a validation is waiting for, if anything, and whether training waits too."""
         asked = self._asked
         if asked is None:
             return None, False
         return replace(asked, since_s=time.monotonic() - asked.since_s), not self._is_beside
 
     async def cancel(self) -> None:
-        """Give up those that run."""
+        """Cancel running validations."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -155,13 +156,13 @@ class Validator:
 
     @staticmethod
     def noted(state: AsyncState, step: int, metrics: Mapping[str, float]) -> AsyncState:
-        """A run's state with the results of a validation."""
+        """A run's state with a validation's results."""
         accuracies = {"validation": headline(metrics), "test": metrics.get("test/accuracy")}
         results = with_accuracies(state.results, accuracies)
         return replace(state, results=results, validated=max(step, state.validated))
 
     def _batches(self, step: int, *, with_test: bool) -> Iterator[list[ValidationBatch]]:
-        """Of each split that has problems."""
+        """Metrics of each split that has prompts."""
         splits: dict[str, PromptSet | None] = {"validation": self._inputs.validation}
         if with_test:
             splits["test"] = self._inputs.test
@@ -171,7 +172,7 @@ class Validator:
                 yield split_batches(split, step, chosen, size=self._settings.schedule.validation_batch)
 
     async def _ask(self, batches: list[ValidationBatch], whom: Answerer, *, is_beside: bool) -> list[Answer]:
-        """Answers to all problems, in the order of asking."""
+        """Answers to all prompts, in order."""
         answers: list[Answer] = []
         for batch in batches:
             what = f"batch {batch.number + 1} of {len(batches)} of the {batch.split} of step {batch.step}"
@@ -182,7 +183,7 @@ class Validator:
 
     @contextmanager
     def _asking(self, what: str, *, is_beside: bool) -> Iterator[None]:
-        """Note what is waited for, while it is."""
+        """Record what is waited for during the wait."""
         on = "rollouter" if self._settings.schedule.validate_on == "engines" else "learner"
         self._asked, self._is_beside = Wait(what=what, on=on, since_s=time.monotonic()), is_beside
         try:
@@ -193,7 +194,7 @@ class Validator:
     def _summarize(
         self, batches: list[ValidationBatch], answers: list[Answer]
     ) -> tuple[dict[str, float], list[GenerationSample]]:
-        """Metrics of the answers, and samples of them for the trackers."""
+        """Metrics of the answers, and samples for the trackers."""
         settings = self._settings
         metrics = summarize_answers(answers) | version_metrics(answers)
         if not settings.metrics.log_val_generations:
@@ -203,13 +204,13 @@ class Validator:
 
 
 async def _scores(whom: Answerer, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
-    """What a policy thinks; nothing where who knows it has died, and will be asked at the next validation."""
+    """Probe the policy; empty if the process that can answer has died and will be asked at the next validation."""
     found = await whom.probe(step, sequences, top_k)
     return PolicyScores(version=NO_VERSION, scores=()) if found is None else found
 
 
 def split_batches(split: str, step: int, prompts: Sequence[Prompt], *, size: int | None) -> list[ValidationBatch]:
-    """Problems in batches of so many, the last with the rest."""
+    """Prompts in batches of a fixed size; the last one has the rest."""
     size = size or max(len(prompts), 1)
     return [
         ValidationBatch(split=split, step=step, number=start // size, prompts=tuple(prompts[start : start + size]))
@@ -218,7 +219,7 @@ def split_batches(split: str, step: int, prompts: Sequence[Prompt], *, size: int
 
 
 def version_metrics(answers: Sequence[Answer]) -> dict[str, float]:
-    """Which policy versions answered."""
+    """Policy versions that answered."""
     versions = [answer.trajectory.policy_versions for answer in answers]
     sampled = np.concatenate(versions) if versions else np.empty(0, dtype=np.int32)
     sampled = sampled[sampled != NO_VERSION]

@@ -1,4 +1,4 @@
-"""The way of weights from the learner to the engines: one version after the other, and again where they were lost."""
+"""Publishes the learner's weights to the engines, one version after the other, and again if they are lost."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,10 +14,10 @@ OnServed = Callable[[PackedWeights, PublishReport], Awaitable[None]]
 
 
 class WeightPublisher:
-    """Nobody else packs or publishes: what is packed stays readable until the engines have it.
+    """The only publisher, so packed weights stay readable until the engines have loaded them.
 
-    A rollouter that was started again has no weights, and those that it had may be gone: the learner packs the next
-    ones where it keeps these, and takes them along when it dies. So it is always given what the learner has now.
+    A restarted rollouter has no weights, and its previous ones may be gone: the learner overwrites them with the next
+    version, and they die with it. So a restarted rollouter always receives the learner's current weights.
     """
 
     def __init__(
@@ -29,15 +29,15 @@ class WeightPublisher:
         deadline_s: float,
         on_served: OnServed,
     ) -> None:
-        """Nothing is packed yet.
+        """Start with nothing packed.
 
         Args:
-            learner: Packs.
-            rollouter: Takes.
-            changed: Where it is announced that something was packed or is served.
-            deadline_s: Longest wait for the engines to end what they have, where they do that first; they have as long
-                again to take weights.
-            on_served: Told of each publication, before anybody else sees that it is over.
+            learner: Packs weights.
+            rollouter: Loads weights.
+            changed: Condition that announces packed and served versions.
+            deadline_s: Maximum time for the engines to finish running responses, if they do that first, and again for
+                loading.
+            on_served: Called after each publication, before anybody else learns that it is over.
         """
         self._learner = learner
         self._rollouter = rollouter
@@ -50,19 +50,22 @@ class WeightPublisher:
 
     @property
     def is_live(self) -> bool:
-        """True while the learner's weights must not change: engines read them, or the canary needs them."""
-        return self._packed is not None and self._packed[0].is_live
+        """True while the learner's weights must not change: they are packed, read by engines, or needed by the canary.
+
+        A step ordered during packing would be trained before the engines have the packed weights.
+        """
+        return self._is_packing or (self._packed is not None and self._packed[0].is_live)
 
     def lost(self) -> None:
-        """The engines have no weights any more, or cannot get those that they miss; `changed` is held."""
+        """The engines have lost their weights, or cannot get the missed ones; `changed` is held."""
         self._is_wanted = True
         self._changed.notify_all()
 
     async def pack(self, version: int) -> None:
-        """Pack the learner's weights, when the engines have taken those before, and have them published.
+        """Pack the learner's weights once the engines have loaded the previous ones, and have them published.
 
         Raises:
-            RoleRestartedError: The learner went back to its last checkpoint meanwhile.
+            RoleRestartedError: The learner was rolled back meanwhile.
         """
         is_current = self._learner.course()
         async with self._changed:
@@ -71,10 +74,10 @@ class WeightPublisher:
         await self._pack(version, is_current)
 
     async def pack_and_wait(self, version: int) -> None:
-        """As `pack`, and wait until the engines serve them.
+        """Like `pack`, and wait until the engines serve the weights.
 
         Raises:
-            RoleRestartedError: As `pack`.
+            RoleRestartedError: As in `pack`.
         """
         is_current = self._learner.course()
         await self.pack(version)
@@ -84,11 +87,11 @@ class WeightPublisher:
             raise RoleRestartedError("the learner died before the engines had its weights.")
 
     async def run(self) -> None:
-        """Give weights to the engines, one version after the other.
+        """Publish one version after the other to the engines.
 
         Raises:
-            DeadlineError: They did not take them in time.
-            Exception: What an engine or the learner raised.
+            DeadlineError: The engines did not load them in time.
+            Exception: An error in an engine or the learner.
         """
         while True:
             packed, is_current = await self._next()
@@ -105,7 +108,7 @@ class WeightPublisher:
         return self._packed is None and not self._is_wanted
 
     async def _next(self) -> tuple[PackedWeights, IsCurrent]:
-        """What is to be published next; what was lost is packed anew."""
+        """The next version to publish; lost weights are packed again."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(
@@ -131,7 +134,7 @@ class WeightPublisher:
                 self._changed.notify_all()
 
     async def _give(self, packed: PackedWeights, is_current: IsCurrent) -> PublishReport | None:
-        """Publish; None where the rollouter died meanwhile, or the weights are gone with the learner."""
+        """Publish; None if the rollouter died meanwhile, or the weights were lost with the learner."""
         try:
             async with asyncio.timeout(self._deadline_s) as limit:
                 report = await self._rollouter.publish(packed)

@@ -1,7 +1,7 @@
-"""How a live run is asked what it does, and told to take more engines or fewer: a socket that only its user can open.
+"""The socket through which a live run answers `status` and `scale`; only its user can open it.
 
-The socket lies in a private folder, because the path of a run's folder may be too long for one; control.json in the
-run's folder says where. Requests and answers are one line of JSON each.
+The socket is in a private folder, because the path of a run's folder may be too long for a socket; control.json in the
+run's folder has its path. Requests and answers are one line of JSON each.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ Handler = Callable[[Mapping[str, Any]], Awaitable[Any]]
 
 
 class ControlSocket:
-    """Answers requests while a run lives; a context manager."""
+    """Answers requests while a run is alive; a context manager."""
 
     def __init__(self, folder: Path, handle: Handler) -> None:
-        """Name the run's folder, and who answers."""
+        """Set the run's folder and the function that answers."""
         self._folder = folder
         self._handle = handle
         self._stack = ExitStack()
@@ -68,19 +68,19 @@ class ControlSocket:
 
 
 def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> Any:
-    """Ask a live run.
+    """Send a request to a live run.
 
     Args:
-        folder: Of the run.
-        request: With `do`, and what belongs to it.
-        deadline_s: Longest wait for the answer.
+        folder: The run's folder.
+        request: Has `do` and its arguments.
+        deadline_s: Maximum wait for the answer.
 
     Raises:
-        NotReadyError: No run lives there, or it refuses; the message says why.
+        NotReadyError: No run is alive there, or it refuses; the message has the reason.
         DeadlineError: It did not answer in time.
     """
     file = folder / FILE
-    nobody = f"no run lives in {folder} that could be asked:"
+    nobody = f"no live run in {folder}:"
     if not folder.is_dir():
         raise NotReadyError(
             f"{nobody} there is no such folder (looked in {Path.cwd()}). A run makes it when its settings are checked."
@@ -89,12 +89,13 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
         holder = _holder(folder)
         if holder is not None:
             raise NotReadyError(
-                f"process {holder} holds {folder} and cannot be asked: it loads its libraries, which takes seconds, or "
-                f"has nearly ended; ask again. A run of rl-sync-trainer is asked by `rl-metrics doctor {folder}` alone."
+                f"process {holder} holds {folder} but does not answer: it is loading its libraries, which takes "
+                "seconds, or is about to end; try again. For a run of rl-sync-trainer use "
+                f"`rl-metrics doctor {folder}`."
             )
         raise NotReadyError(
-            f"{nobody} it has no {FILE}, which rl-async-trainer keeps there while it runs. See how a run ended with "
-            "rl-metrics doctor, and go on with it by train --resume."
+            f"{nobody} it has no {FILE}, which exists while rl-async-trainer runs. See how a run ended with "
+            "rl-metrics doctor, and continue it with train --resume."
         )
     try:
         place = read_json_object(file)["socket"]
@@ -109,7 +110,7 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
             f"the run in {folder} did not answer within {deadline_s:g} s; see hang.json there."
         ) from None
     except (FileNotFoundError, ConnectionRefusedError):
-        raise NotReadyError(f"{nobody} its process has ended. Go on with it by train --resume.") from None
+        raise NotReadyError(f"{nobody} its process has ended. Continue it with train --resume.") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise NotReadyError(f"{nobody} {type(error).__name__}: {error}.") from None
     if not isinstance(answer, dict) or "answer" not in answer:
@@ -120,7 +121,7 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
 
 
 def _holder(folder: Path) -> str | None:
-    """The process that has the folder's lock, as the kernel says; None where nobody has it."""
+    """The process that holds the folder's lock, according to the kernel; None if unlocked."""
     try:
         place = f":{(folder / '.lock').stat().st_ino}"
         locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
@@ -130,10 +131,10 @@ def _holder(folder: Path) -> str | None:
 
 
 def _refuse_other_users(connection: Any) -> None:
-    """Speak with processes of this user and of root alone.
+    """Accept only processes of this user and of root.
 
     Raises:
-        ConnectionError: The other end is another user's.
+        ConnectionError: The other end belongs to another user.
     """
     if hasattr(socket, "SO_PEERCRED"):
         _, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))

@@ -1,4 +1,4 @@
-"""Gathers what every role does, for hang.json and for `status`; asks all at once, and waits for none too long."""
+"""Collects what every role is doing, for hang.json and `status`, in parallel and with a deadline."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 ANSWER_S = 10.0
 PARTS_S = 8.0
-"""For the processes beneath a role, whose answers it passes on."""
+"""Extra time for processes below a role, whose answers it forwards."""
 
 
 class HangEvidence:
-    """Knows whom to ask."""
+    """Collects evidence from all roles."""
 
     def __init__(
         self,
@@ -35,14 +35,14 @@ class HangEvidence:
         folder: Path,
         controller_waits: Callable[[], tuple[Wait, ...]],
     ) -> None:
-        """Hold the parts of a run.
+        """Set the run's parts.
 
         Args:
-            roles: Who works.
-            queue: Between them.
-            scheduler: Of the run.
-            folder: Of the run.
-            controller_waits: What the controller itself waits for.
+            roles: The run's roles.
+            queue: The queue between them.
+            scheduler: The run's scheduler.
+            folder: The run's folder.
+            controller_waits: Returns what the controller itself waits for.
         """
         self._roles = roles
         self._queue = queue
@@ -51,12 +51,12 @@ class HangEvidence:
         self._controller_waits = controller_waits
 
     async def views(self) -> dict[str, RoleView | None]:
-        """What each role says of itself; None where one does not answer."""
+        """Each role's report; None for a role that does not answer."""
         asked = await asyncio.gather(*(_answer(role, "report") for role in self._roles.all.values()))
         return dict(zip(self._roles.all, asked, strict=True))
 
     async def collect(self) -> HangReport:
-        """Everything that is known, with the verdict."""
+        """All evidence, with the verdict."""
         roles = self._roles.all
         views, stacks, parts, stats, unsettled = await asyncio.gather(
             self.views(),
@@ -123,13 +123,13 @@ class HangEvidence:
 
 
 def _scored(teachers: RoleView | None) -> list[GroupRow]:
-    """Groups that were generated, and that teachers have."""
+    """Groups in generation, and groups that teachers hold."""
     holds = () if teachers is None else teachers.holds
     return [GroupRow(uid=uid, state="settled", holder="teachers") for uid in holds]
 
 
 def controller_waits(scheduler: Scheduler, watchdog: Watchdog, validator: Validator) -> tuple[Wait, ...]:
-    """What the controller waits for, as the scheduler and the validation have it."""
+    """What the controller waits for, according to scheduler and validation."""
     validation, is_alone = validator.awaited()
     if validation is None:
         return _training_waits(scheduler, watchdog.no_progress_s)
@@ -153,7 +153,7 @@ def _training_waits(scheduler: Scheduler, since_s: float) -> tuple[Wait, ...]:
 
 
 async def _answer(role: Role, method: str, *args: Any) -> Any:
-    """What a role says; None where it does not in time."""
+    """A role's report; None if it does not answer in time."""
     try:
         return await role.call(method, *args, deadline_s=ANSWER_S)
     except RLError:
@@ -161,7 +161,7 @@ async def _answer(role: Role, method: str, *args: Any) -> Any:
 
 
 async def _in_time(ask: Callable[[], T]) -> T | None:
-    """What the queue says; None where it does not in time."""
+    """The queue's report; None if it does not answer in time."""
     try:
         return await asyncio.wait_for(asyncio.to_thread(ask), ANSWER_S)
     except (RLError, TimeoutError):

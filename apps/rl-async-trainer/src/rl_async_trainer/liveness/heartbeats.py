@@ -1,4 +1,4 @@
-"""Heartbeats: every role is asked again and again; one that is silent for too long is killed, and then healed."""
+"""Heartbeats: every role is polled; one that is silent for too long is killed and restarted."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from rl_core.cluster import Role
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError
 
 MOST_S = 15.0
-"""Longest time from an answer to the next question."""
+"""Maximum time between an answer and the next poll."""
 
 
 async def ask_roles(
@@ -18,17 +18,17 @@ async def ask_roles(
     say: Callable[..., None],
     progress: Callable[[str], None],
 ) -> None:
-    """Ask roles what they do, until this is cancelled; for those in processes of their own.
+    """Poll roles in separate processes until cancelled.
 
-    A process that is stopped, starved, or whose event loop hangs would otherwise be waited for until a deadline of the
-    work itself, which is long.
+    Without this, a stopped or starved process, or one whose event loop hangs, would block until the much longer
+    deadline of its work.
 
     Args:
-        roles: Who is asked, by name.
-        is_started: False of a role whose models are being loaded: it may then be deaf for long.
-        deadline_s: Longest silence.
-        say: Writes an event.
-        progress: Told when a role has done something since it was asked last.
+        roles: Roles by name.
+        is_started: False for a role whose models are loading: it may not answer for long.
+        deadline_s: Maximum silence.
+        say: Logs an event.
+        progress: Called when a role has done something since the last poll.
     """
 
     async def ask(name: str, role: Role) -> None:

@@ -1,4 +1,4 @@
-"""What a live run answers to `status` and `scale`."""
+"""A live run's answers to `status` and `scale`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,13 +20,13 @@ async def answer_request(
     """Answer a request to a live run.
 
     Args:
-        parts: What its controller works with.
-        learner: Gives weights to as many engines as it expects.
-        rollouter: Adds engines, and takes some away.
-        request: Of its control socket.
+        parts: Shared parts of the controller.
+        learner: Sends weights to as many engines as it expects.
+        rollouter: Adds and removes engines.
+        request: Request from the control socket.
 
     Raises:
-        NotReadyError: The request is none, or cannot be done.
+        NotReadyError: The request is invalid or cannot be fulfilled.
     """
     if request.get("do") == "status":
         return await _status(parts)
@@ -42,14 +42,14 @@ async def answer_request(
 
 
 def answer_meanwhile(request: Mapping[str, Any], lifecycle: RunLifecycle) -> dict[str, Any]:
-    """Answer a request to a run that does not train yet, or any more.
+    """Answer a request to a run that is starting or ending.
 
     Args:
-        request: Of its control socket.
-        lifecycle: Of the launch.
+        request: Request from the control socket.
+        lifecycle: The launch.
 
     Raises:
-        NotReadyError: The request is not for its status.
+        NotReadyError: The request is not `status`.
     """
     stage, running = "ending" if lifecycle.is_ending else "starting", lifecycle.console.running()
     if request.get("do") != "status":
@@ -80,9 +80,9 @@ async def _status(parts: ControllerParts) -> dict[str, Any]:
 
 
 def _require_room(settings: AsyncSettings, count: int) -> None:
-    """Refuse more engines than this machine can hold beside the learner, each with what it sets aside.
+    """Refuse more engines than this machine can hold beside the learner, given their reserved resources.
 
-    One that sets nothing aside needs a CPU. Of a Ray cluster that is joined, Ray knows what it has.
+    An engine without reserved resources needs one CPU. On a joined cluster, Ray checks its resources.
 
     Raises:
         NotReadyError: There are too few CPUs or GPUs.

@@ -1,6 +1,6 @@
-"""Notices that nothing happens any more, and has it explained in hang.json, also when the event loop stands still.
+"""Detects that nothing happens any more and explains it in hang.json, even if the event loop is blocked.
 
-A task looks at the clock while the event loop turns, and a thread looks whether the task still does.
+A task checks the clock while the event loop runs, and a thread checks that the task is still running.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ from rl_metrics.hang import HangReport, write_hang_report
 Phase = Literal["armed", "collecting", "reported"]
 MAX_LOOK_S = 5.0
 LAST_WRITE_S = 1.0
-"""For a report that is being written when the work ends; a drive that does not answer keeps nobody."""
+"""Time for a report in progress when the work ends, so that an unresponsive disk does not block the exit."""
 NAME = "controller"
 
 
 @dataclass(slots=True)
 class _Watched:
-    """What both sides look at, under one lock.
+    """State that both sides share, under one lock.
 
     Attributes:
-        progress_at: Of the last progress, on the watchdog's clock.
-        last: What that was.
-        beat_at: When the event loop turned last.
-        collecting_at: Since when the roles are asked.
-        phase: Whether a hang was noticed since the last progress.
+        progress_at: Time of the last progress, on the watchdog's clock.
+        last: Description of the last progress.
+        beat_at: When the event loop last ran.
+        collecting_at: When the collection of evidence started.
+        phase: Whether a hang was detected since the last progress.
     """
 
     progress_at: float
@@ -44,9 +44,9 @@ class _Watched:
 
 
 class Watchdog:
-    """Reports once when there was no progress for so long; progress arms it again.
+    """Reports once after a time without progress; progress arms it again.
 
-    Use it as `async with` around the work; `progress` may be called by any thread.
+    Use it as `async with` around the work. `progress` can be called from any thread.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         collect_deadline_s: float = 60.0,
     ) -> None:
-        """Watch nothing yet.
+        """Set the deadline and the report's path.
 
         Args:
-            deadline_s: Longest time without progress.
-            collect: Asks every role what it does; how long there was no progress is filled in.
-            path: Of the report, hang.json in the run's folder.
-            on_hang: Told once of each hang, when the report was written: on the event loop, or in the watchdog's thread
-                where that is blocked. It must not raise.
-            clock: Seconds.
-            collect_deadline_s: Longest wait for `collect`; then this process's own stacks must do.
+            deadline_s: Maximum time without progress.
+            collect: Collects every role's report; the time without progress is filled in.
+            path: Path of the report, hang.json in the run's folder.
+            on_hang: Called once per hang, after the report is written: on the event loop, or in the watchdog's thread
+                if the loop is blocked. It must not raise.
+            clock: Returns seconds.
+            collect_deadline_s: Maximum time for `collect`; after that only this process's stacks are reported.
         """
         self._deadline_s = deadline_s
         self._collect = collect
@@ -85,7 +85,7 @@ class Watchdog:
 
     @property
     def no_progress_s(self) -> float:
-        """Since the last progress."""
+        """Seconds since the last progress."""
         return self._clock() - self._watched.progress_at
 
     @property
@@ -94,7 +94,7 @@ class Watchdog:
         return self._watched.last
 
     def progress(self, what: str) -> None:
-        """Something happened: a session, a step, a weight update, a checkpoint, a batch of validation."""
+        """Record progress: a session, a step, a weight update, a checkpoint, or a batch of validation."""
         with self._lock:
             watched = self._watched
             watched.progress_at, watched.last, watched.phase = self._clock(), what, "armed"
@@ -118,7 +118,7 @@ class Watchdog:
             self._thread.join(LAST_WRITE_S)
 
     async def check(self) -> HangReport | None:
-        """Look at the clock once, on the event loop; a hang that is noticed now is reported, and given."""
+        """Check the clock once, on the event loop; return the report of a newly detected hang."""
         self._loop = asyncio.get_running_loop()
         with self._lock:
             self._watched.beat_at = self._clock()
@@ -134,7 +134,7 @@ class Watchdog:
         return report
 
     def check_loop(self) -> HangReport | None:
-        """Look once, in a thread, whether the event loop still turns; where it does not, report that, and give it."""
+        """Check once, in a thread, whether the event loop still runs; return the report if it does not."""
         with self._lock:
             watched, now = self._watched, self._clock()
             is_stuck = watched.phase == "armed" and now >= max(watched.beat_at, watched.progress_at) + self._deadline_s
@@ -157,7 +157,7 @@ class Watchdog:
         return min(self._deadline_s / 20, MAX_LOOK_S)
 
     def _take(self, phase: Phase) -> bool:
-        """Be the one that reports."""
+        """Become the only reporter."""
         with self._lock:
             is_mine = self._watched.phase == phase
             if is_mine:
@@ -174,7 +174,7 @@ class Watchdog:
             self.check_loop()
 
     async def _collected(self) -> HangReport:
-        """What the collector gives, however it behaves."""
+        """The collector's result, however it fails."""
         collecting = asyncio.ensure_future(self._collect())
         try:
             await asyncio.wait([collecting], timeout=self._collect_deadline_s)
@@ -191,11 +191,11 @@ class Watchdog:
         return collecting.result()
 
     def _own_report(self, cause: str, stuck_s: float | None) -> HangReport:
-        """Of this process alone.
+        """A report of this process alone.
 
         Args:
             cause: Why there is no more.
-            stuck_s: How long its event loop has not turned; None where it does.
+            stuck_s: How long its event loop has been blocked; None if it runs.
         """
         own = RoleReport(
             name=NAME, since_s=stuck_s or 0.0, is_answering=stuck_s is None, stack=process_stacks(self._loop)
@@ -211,7 +211,7 @@ class Watchdog:
         )
 
     async def _written_aside(self, report: HangReport) -> HangReport:
-        """In a thread of its own: those that the event loop lends may all hang."""
+        """Runs in its own thread, because the event loop's worker threads may all be blocked."""
         written: Future[HangReport] = Future()
         threading.Thread(target=lambda: written.set_result(self._written(report)), daemon=True).start()
         done, _ = await asyncio.wait([asyncio.wrap_future(written)], timeout=self._collect_deadline_s)
@@ -228,6 +228,6 @@ class Watchdog:
 
 
 def _forget(collecting: "asyncio.Future[HangReport]") -> None:
-    """Nobody waits for its error."""
+    """Ignore the error of an abandoned call."""
     if not collecting.cancelled():
         collecting.exception()

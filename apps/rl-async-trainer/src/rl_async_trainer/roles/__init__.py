@@ -1,1 +1,1 @@
-"""Roles that run in processes of their own: rollouter, learner, teachers."""
+"""The roles of a run, in separate processes: rollouter, learner, teachers."""

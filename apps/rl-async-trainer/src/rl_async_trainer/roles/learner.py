@@ -1,4 +1,4 @@
-"""The run's learner host: its learners from settings, the step of both trainers, and what it reports as metrics."""
+"""The run's learner: its models from the settings, the step of both trainers, and its metrics."""
 
 import asyncio
 import time
@@ -40,18 +40,18 @@ from rl_trainer_parts.run.checkpoints import read_run_state
 
 
 class LearnerHost(BaseLearnerHost):
-    """Trains on the groups that it is told to; one for a run, whatever ranks it has."""
+    """Trains on the requested groups; one per run, whatever its number of ranks."""
 
     def __init__(
         self, settings: AsyncSettings, queue: TransferQueue, canary_sequences: Sequence[IntArray], *, folder: Path
     ) -> None:
-        """Name what is needed; nothing heavy starts before `start`.
+        """Set the parameters; models load in `start`.
 
         Args:
-            settings: Of the run.
-            queue: Has what is trained on.
-            canary_sequences: What proves each weight update.
-            folder: The run's.
+            settings: The run's settings.
+            queue: Queue with the rows to train on.
+            canary_sequences: Sequences that prove each weight update.
+            folder: The run's folder.
         """
         is_apart = settings.roles.kind != "inline"
         super().__init__(
@@ -75,62 +75,62 @@ class LearnerHost(BaseLearnerHost):
         self._memory = make_memory_watch(settings, "learner") if is_apart else None
 
     async def start(self, checkpoint: Path | None) -> int:
-        """Start the ranks, with the weights of a checkpoint or of the initial policy; gives the number of parameters.
+        """Start the ranks with the weights of a checkpoint or the initial policy; return the number of parameters.
 
         Raises:
             CheckpointError: The checkpoint cannot be read.
-            DataError: The model's folder lacks something.
-            DeadlineError: The ranks were not there in time.
+            DataError: The model folder is incomplete.
+            DeadlineError: The ranks did not start in time.
         """
         return await self._run(self._start, checkpoint)
 
     def make_learners(self) -> Learners:
-        """The learners of the settings, started, with the weights of the initial policy."""
+        """The learners, started with the initial policy's weights."""
         return start_learners(self._settings, log_directory=self._folder / "logs")
 
     async def train(self, order: StepOrder) -> TrainedStep:
-        """One step on these groups; they stay in the queue until a checkpoint has it.
+        """Train one step on these groups; they stay in the queue until a checkpoint has it.
 
         Raises:
-            NotReadyError: It is not the step after the last.
+            NotReadyError: It is not the step after the last one.
         """
         return await self._run(self._train, order)
 
     async def pack(self, version: int | None) -> PackedWeights:
-        """The present weights as a policy version, ready for engines to take.
+        """Pack the current weights as a policy version, for engines to load.
 
         Args:
-            version: What they are called; None names them by the steps that were done.
+            version: The version; None uses the number of finished steps.
         """
         return await self._run(self._pack, version)
 
     async def expect_engines(self, count: int) -> None:
-        """Give weights to so many engines, where they come over the network: see `Learners.expect_engines`."""
+        """Set the number of engines that receive weights over the network; see `Learners.expect_engines`."""
         if self.learners is not None and self.transport is not None:
             await asyncio.to_thread(self.learners.expect_engines, self.transport, count)
 
     async def hold(self, step: int, version: int) -> None:
-        """Keep the weights of now for the validation of a step."""
+        """Keep the current weights for a step's validation."""
         await self._validator.hold(step, version=version, export=self.export)
 
     async def validate(self, batch: ValidationBatch) -> list[Answer]:
-        """Answer validation problems with the weights that are held for their step.
+        """Answer validation prompts with the weights held for their step.
 
         Raises:
-            NotReadyError: None are held.
+            NotReadyError: No weights are held.
         """
         return await self._validator.answer(batch)
 
     async def probe(self, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
-        """What the policy of the newest validation thinks of tokens; see `LearnerValidation.probe`.
+        """Probe the policy of the newest validation; see `LearnerValidation.probe`.
 
         Raises:
-            NotReadyError: That was another step's.
+            NotReadyError: The newest validation was another step's.
         """
         return await self._validator.probe(step, sequences, top_k)
 
     def other_waits(self) -> tuple[Wait, ...]:
-        """What the validation beside it waits for."""
+        """What the background validation is waiting for."""
         return self._validator.waits(time.monotonic())
 
     async def close_others(self) -> None:
@@ -205,7 +205,7 @@ class LearnerHost(BaseLearnerHost):
 
 
 def _staleness(batch: Batch, version: int) -> dict[str, float]:
-    """How far the tokens of each trajectory are behind the weights that it trains."""
+    """Staleness of each trajectory's tokens against the weights that train on them."""
     sampled = [row[row != NO_VERSION] for row in batch.ragged("policy_versions")]
     rows = [index for index, row in enumerate(sampled) if len(row)]
     if not rows:

@@ -1,4 +1,4 @@
-"""Validation on the learner's side: an engine beside the learner, with the weights of the step that is validated."""
+"""Validation on the learner's side: an extra engine with exactly the validated step's weights."""
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,11 +22,11 @@ from rl_trainer_parts.rollouts.inputs import read_tokenizer
 from rl_trainer_parts.rollouts.setup import open_rollout
 
 Export = Callable[[], Awaitable[tuple[Mapping[str, Any], Mapping[str, str]]]]
-"""Gives the policy's tensors by name, and which names are tied to others."""
+"""Returns the policy's tensors by name, and which names are tied to others."""
 
 
 class LearnerValidation:
-    """Answers validation problems in the learner's process; its engine starts with the first."""
+    """Answers validation prompts in the learner's process; its engine starts with the first."""
 
     def __init__(self, settings: AsyncSettings) -> None:
         """Remember the settings."""
@@ -40,15 +40,15 @@ class LearnerValidation:
         self._asked: tuple[str, float] | None = None
 
     async def hold(self, step: int, *, version: int, export: Export) -> None:
-        """Keep the weights of now, with which the validation of a step is answered, whatever is trained meanwhile."""
+        """Keep the current weights to answer a step's validation, while training continues."""
         tensors, tied = await export()
         self._held[step] = TensorTransport().pack(tensors, version=version, tied=tied)
 
     async def answer(self, batch: ValidationBatch) -> list[Answer]:
-        """Answer problems with the weights that are held for the batch's step.
+        """Answer prompts with the weights held for the batch's step.
 
         Raises:
-            NotReadyError: None are.
+            NotReadyError: No weights are held.
         """
         engine, rollout = await self._started()
         update = self._held.pop(batch.step, None)
@@ -56,7 +56,7 @@ class LearnerValidation:
             check_receipt(update, await engine.update_weights(update), tolerances=proof_tolerances(self._settings))
             self._step, self._version = batch.step, update.version
         elif batch.step != self._step:
-            raise NotReadyError(f"no weights are held for the validation of step {batch.step}; call hold first.")
+            raise NotReadyError(f"no weights are kept for the validation of step {batch.step}; call hold first.")
 
         self._asked = (f"validation batch {batch.number} of step {batch.step}", time.monotonic())
         try:
@@ -65,22 +65,22 @@ class LearnerValidation:
             self._asked = None
 
     async def probe(self, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
-        """What the policy thinks of tokens that answered the validation of a step.
+        """Probe the policy that answered a step's validation.
 
         Args:
-            step: Steps done, at the validation that asks.
-            sequences: [T] int32 tokens each, of a prompt and a response.
-            top_k: Likeliest tokens to give in the place of each token.
+            step: Number of finished steps at that validation.
+            sequences: [T] int32 each, tokens of a prompt and a response.
+            top_k: Number of alternatives to return per token.
 
         Raises:
-            NotReadyError: The engine has the weights of another step, or was not started.
+            NotReadyError: The engine has another step's weights, or was not started.
         """
         if self._engine is None or step != self._step:
             raise NotReadyError(f"the weights of step {step} were not validated here last.")
         return await policy_scores(self._engine, sequences, top_k, version=self._version)
 
     def waits(self, now: float) -> tuple[Wait, ...]:
-        """What it waits for."""
+        """What it is waiting for."""
         if self._asked is None or self._rollout is None:
             return ()
         what, since = self._asked
@@ -89,7 +89,7 @@ class LearnerValidation:
         return (Wait(what=what, on=on, since_s=now - since),)
 
     async def close(self) -> None:
-        """End the engine. Can be called twice."""
+        """Stop the engine. Can be called twice."""
         self._stack.close()
         engine, self._engine = self._engine, None
         if engine is not None:

@@ -1,4 +1,4 @@
-"""The run's rollouter: its engines, loop, rewards and skip cache from settings, and what it reports as metrics."""
+"""The run's rollouter: engines, loop, rewards and skip cache from the settings, and its metrics."""
 
 import time
 from collections.abc import Sequence
@@ -33,19 +33,19 @@ from rl_trainer_parts.rollouts.setup import open_rollout, put_trajectories, samp
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 
 FAILED_STEPS = 2
-"""Steps' worth of groups that may fail in a row; on policy a whole step is among them, which ends a run as well."""
+"""Consecutive failed groups that stop a run, in steps; on policy, one whole failed step stops it too."""
 
 
 class Rollouter(BaseRollouter):
-    """The rollouter of the settings; one for a run."""
+    """The run's rollouter; one per run."""
 
     def __init__(self, settings: AsyncSettings, queue: TransferQueue, *, log_directory: Path | None = None) -> None:
-        """Name what is needed; nothing heavy starts before `start`.
+        """Set the parameters; models load in `start`.
 
         Args:
-            settings: Of the run.
-            queue: Takes what is generated.
-            log_directory: Where engines in processes of their own write what they print.
+            settings: The run's settings.
+            queue: Receives the generated groups.
+            log_directory: Where engines in other processes write their output.
         """
         options = RollouterOptions(
             group_size=settings.rollout.group_size,
@@ -62,11 +62,11 @@ class Rollouter(BaseRollouter):
         self._memory = make_memory_watch(settings, "rollouter", say=self.say) if is_apart else None
 
     async def start(self) -> str:
-        """Start engines, rewards and tools; gives the engine's name.
+        """Start engines, rewards and tools; return the engine's name.
 
         Raises:
             EngineError: An engine cannot start.
-            DeadlineError: It took too long.
+            DeadlineError: The start took too long.
         """
         settings = self._settings
         tokenizer = read_tokenizer(settings)
@@ -81,14 +81,14 @@ class Rollouter(BaseRollouter):
         return self.engine.traits.name
 
     def make_engine(self) -> ReplicatedEngine:
-        """The engines of the settings, not started."""
+        """The engines, not started."""
         engine = make_engine(self._settings, self._settings.policy.path, log_directory=self._log_directory)
         return engine if isinstance(engine, ReplicatedEngine) else ReplicatedEngine([engine])
 
     async def publish(
         self, update: WeightUpdate, canary: Canary, tolerances: ProofTolerances, drain: bool = False
     ) -> PublishReport:
-        """See `rl_rollout`'s; the skip cache is told which weights are served."""
+        """See `rl_rollout`; the skip cache also learns which weights are served."""
         report = await super().publish(update, canary, tolerances, drain)
         if self._replay is not None:
             self._replay.served(report, engine=self._started[0].traits.name)
@@ -101,14 +101,14 @@ class Rollouter(BaseRollouter):
         return answers_of(groups, source="rollouter")
 
     async def window(self, step: int) -> dict[str, Any]:
-        """What happened since the last call.
+        """Activity since the last call.
 
         Args:
-            step: That was just trained.
+            step: The step just trained.
 
         Returns:
-            `metrics` by name, `histograms` as `Histogram.to_json` gives them, `events` as dicts, and as `rollouts`
-            drafts of sessions that failed.
+            `metrics` by name, `histograms` from `Histogram.to_json`, `events` as dicts, and as `rollouts` the drafts of
+            failed sessions.
         """
         window, loads = self.take_window()
         metrics = window_metrics(window, loads, elapsed_s=max(time.monotonic() - window.began, 1e-9))
@@ -127,14 +127,14 @@ class Rollouter(BaseRollouter):
         return {"metrics": metrics, "histograms": histograms, "events": window.events, "rollouts": rollouts}
 
     async def set_num_engines(self, count: int) -> int:
-        """Add engines or take some away, while everything goes on; gives how many there are now.
+        """Add or remove engines while everything continues; return their number.
 
         Raises:
-            NotReadyError: The engine lives in this process, or none would be left.
+            NotReadyError: The engine is inline, or none would be left.
         """
         if self._settings.rollout.placement == "inline":
             raise NotReadyError(
-                "engines can be added and taken away where they have processes of their own: set rollout.placement = "
+                "engines can be added and removed only in separate processes: set rollout.placement = "
                 '"process" or "ray".'
             )
         return await self.scale(count, self._make_replica)
@@ -146,7 +146,7 @@ class Rollouter(BaseRollouter):
         return make_replica(self._settings, policy, index=index, pool=own, log_directory=logs)
 
     async def _stored(self, replay: SkipCacheReplay, one: Dispatch, generate: Generate) -> StepRollouts:
-        """A group from the skip cache, or generated and stored; its key is its place in the order of issue."""
+        """A group from the skip cache, or generated and stored; its key is its position in the order of issue."""
         return await replay.rollouts(
             EntryKey(step=one.order + 1),
             [one.prompt],
@@ -158,10 +158,10 @@ class Rollouter(BaseRollouter):
 
 
 def make_refusals(settings: AsyncSettings) -> Refusals | None:
-    """The filter of the settings, if there is one; under one version it refuses what a synchronous run would.
+    """The group filter, if any; within a version it refuses the same groups as a synchronous run.
 
-    The synchronous trainer keeps what its last round brings, whatever the filter says of it. Here groups come one by
-    one: once so many were refused under one policy version as the rounds before the last one have, the others train.
+    The synchronous trainer keeps the groups of its last round, whatever the filter says. Here groups arrive one by one:
+    once a policy version has refused as many as all rounds but the last would have, further groups train.
     """
     refill = settings.refill
     if not refill.filter:
@@ -170,12 +170,12 @@ def make_refusals(settings: AsyncSettings) -> Refusals | None:
 
 
 def window_metrics(window: RolloutWindow, loads: Sequence[EngineLoad], *, elapsed_s: float) -> dict[str, float]:
-    """Metrics of what a rollouter did.
+    """Metrics of a rollouter's activity.
 
     Args:
-        window: What it did.
-        loads: Of the engines at the end of the window, since they were started.
-        elapsed_s: Seconds of the window.
+        window: The activity.
+        loads: Load of the engines at the end of the window, since their start.
+        elapsed_s: Duration of the window.
     """
     metrics = {
         "rollout/failed_sessions": float(window.failed_sessions),

@@ -1,4 +1,4 @@
-"""The run's teachers: from settings, and what they report as metrics."""
+"""The run's teachers, from the settings, and their metrics."""
 
 from pathlib import Path
 from typing import Any
@@ -11,25 +11,25 @@ from rl_trainer_parts.learning.teachers import make_teachers
 
 
 class TeacherHost(BaseTeacherHost):
-    """Holds the teachers of the settings; one for a run."""
+    """Holds the run's teachers; one per run."""
 
     def __init__(self, settings: AsyncSettings, queue: TransferQueue, *, folder: Path) -> None:
-        """Name what is needed; nothing heavy starts before `start`.
+        """Set the parameters; models load in `start`.
 
         Args:
-            settings: Of the run.
-            queue: Has what is scored.
-            folder: The run's.
+            settings: The run's settings.
+            queue: Queue with the rows to score.
+            folder: The run's folder.
         """
         super().__init__(queue)
         self._settings = settings
         self._folder = folder
 
     async def start(self) -> None:
-        """Make and start every teacher.
+        """Build and start every teacher.
 
         Raises:
-            TeacherError: One cannot start.
+            TeacherError: A teacher cannot start.
         """
         self.service = make_teachers(self._settings, log_directory=self._folder / "logs", say=self.say)
         await super().start()

@@ -28,10 +28,10 @@ FILE = "record.jsonl"
 
 
 class ScheduleRecord:
-    """Appends what happens to a run's record; a kill loses at most the line being written."""
+    """Appends events to a run's record; a kill loses at most the line being written."""
 
     def __init__(self, folder: Path) -> None:
-        """Open or create the record in a run's folder, behind the lines that are there."""
+        """Open or create the record in a run's folder, and append to it."""
         self._file = JsonLinesWriter(folder / FILE)
         with self._file.path.open("rb") as lines:
             self._num_lines = sum(1 for _ in lines)  # a torn line too
@@ -48,15 +48,15 @@ class ScheduleRecord:
 
 @dataclass(slots=True)
 class History:
-    """What a record says, with the steps that later ones replaced left out.
+    """Contents of a record, without steps that later ones replaced.
 
     Attributes:
         issued: Prompts in order.
         steps: Groups of each step by its number.
-        started: For each prompt the version that was served when it was last begun.
-        settled: Groups in the order of arrival, each once: its last arrival.
-        failed: Reason of each group that no step has.
-        published: For each version the number of steps before it.
+        started: For each prompt, the version served when it was last started.
+        settled: Groups in order of arrival; a group that arrived twice counts at its last arrival.
+        failed: Reason of each failed group.
+        published: For each version, the number of steps before it.
     """
 
     issued: dict[str, None] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class History:
     published: dict[int, int] = field(default_factory=dict)
 
     def steps_after(self, step: int) -> list[tuple[str, ...]]:
-        """Groups of the steps that were recorded after so many, as far as they follow one another."""
+        """Groups of the recorded steps after a given one, as long as they are consecutive."""
         found: list[tuple[str, ...]] = []
         while (number := step + len(found) + 1) in self.steps:
             found.append(self.steps[number])
@@ -75,10 +75,10 @@ class History:
 
 
 def read_history(folder: Path) -> History:
-    """What the record of a run's folder says; empty where there is none.
+    """Read the record in a run's folder; empty if there is none.
 
     Raises:
-        DataError: A line is not of this format.
+        DataError: A line has another format.
     """
     history = History()
     file = folder / FILE
@@ -112,7 +112,7 @@ def _apply(history: History, line: dict[str, Any]) -> None:
 
 
 def _apply_step(history: History, step: int, uids: tuple[str, ...]) -> None:
-    """Enter a step; where it has replaced another one, those that followed that are void."""
+    """Enter a step; if it replaces another, all later steps are void."""
     if history.steps.get(step, uids) != uids:
         history.steps = {number: groups for number, groups in history.steps.items() if number < step}
     history.steps[step] = uids

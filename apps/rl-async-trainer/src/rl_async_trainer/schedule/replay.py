@@ -1,6 +1,6 @@
-"""A recorded run again: the same groups in the same steps, started under the same versions.
+"""Replay a recorded run: the same groups in the same steps, started under the same versions.
 
-With the skip cache of the recorded run the groups are those of then, token for token, and on CPUs so are the losses.
+With the recorded run's skip cache the groups are equal token for token, and on CPUs so are the losses.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from rl_rollout.schedule import ScheduleOptions, Scheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPlan:
-    """What a recorded run did.
+    """The schedule of a recorded run.
 
     Attributes:
-        issued: Its prompts in order, as far as any was trained.
+        issued: Its prompts in order, up to the last trained one.
         steps: Groups of each step.
-        started: Version under which each trained group was begun.
+        started: Version under which each trained group was started.
     """
 
     issued: tuple[str, ...]
@@ -30,10 +30,10 @@ class ReplayPlan:
 
 
 def read_plan(folder: Path, options: ScheduleOptions) -> ReplayPlan:
-    """The plan of a recorded run.
+    """Read the plan of a recorded run.
 
     Raises:
-        SettingsError: The folder has no record, or one of fewer steps.
+        SettingsError: The folder has no record, or the record has fewer steps.
         DataError: The record is broken.
     """
     history = read_history(folder)
@@ -55,10 +55,10 @@ def read_plan(folder: Path, options: ScheduleOptions) -> ReplayPlan:
 
 @dataclass(slots=True)
 class ReplayScheduler(Scheduler):
-    """Starts what the plan says when it says; its steps are forced.
+    """A scheduler that follows a plan; its steps are forced.
 
     Attributes:
-        plan: Of the recorded run.
+        plan: The recorded run's plan.
     """
 
     plan: ReplayPlan = field(default_factory=lambda: ReplayPlan(issued=(), steps=(), started={}))
@@ -68,19 +68,19 @@ class ReplayScheduler(Scheduler):
         return len(self.to_start()[0])
 
     def to_start(self) -> tuple[list[str], int]:
-        """Those prompts; none is issued, because all are from the beginning."""
+        """Those prompts; no further ones are issued, because all are issued at the start."""
         never = self.options.num_steps + 1
         return [uid for uid in self._waiting if self.plan.started.get(uid, never) <= self.served_version], 0
 
     def require_group(self, uid: str, *, failure: str) -> None:
-        """Refuse to go on without a group that the recorded run trained: its step cannot be repeated.
+        """Refuse to continue without a group that the recorded run trained on, because its step cannot be repeated.
 
         Args:
-            uid: A group that is gone.
-            failure: Why it went.
+            uid: The failed group.
+            failure: Why it failed.
 
         Raises:
-            RolloutError: It was trained in one of the steps to repeat.
+            RolloutError: A step to repeat trained on it.
         """
         for number, step in enumerate(self.plan.steps, start=1):
             if uid in step:
@@ -94,7 +94,7 @@ class ReplayScheduler(Scheduler):
 def issue_replayed(
     plan: ReplayPlan, scheduler: Scheduler, queue: TransferQueue, supply: PromptSupply, *, group_size: int
 ) -> None:
-    """Issue all prompts of a plan, but those that an earlier launch of the replay has issued.
+    """Issue all prompts of a plan that no earlier launch of the replay has issued.
 
     Raises:
         SettingsError: The recorded run had other prompts.

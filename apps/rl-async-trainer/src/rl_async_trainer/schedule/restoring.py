@@ -1,4 +1,4 @@
-"""The schedule as the last launch left it: from the checkpoint, the queue's ledger, and the record."""
+"""Restore the schedule of the last launch from the checkpoint, the queue's ledger and the record."""
 
 from collections.abc import Sequence
 
@@ -23,18 +23,18 @@ def restore_schedule(
     *,
     plan: ReplayPlan | None = None,
 ) -> Scheduler:
-    """Bring queue, prompts and scheduler to where a run goes on from; of a new run, to its beginning.
+    """Bring queue, prompts and scheduler to the state from which a run resumes, or to the start of a new one.
 
-    What the checkpoint has trained is acked, where the last launch died before it could; what was trained after the
-    checkpoint is trained again, in the same steps; what was generated is there; what was under way is started again.
+    Groups trained in the checkpoint are acked, if the last launch died before it could. Steps trained after the
+    checkpoint are trained again with the same groups. Finished groups are kept, and groups in flight are started again.
 
     Args:
-        options: Of the schedule.
-        state: Of the checkpoint, or of a new run.
-        queue: Of the run, with its journal.
-        supply: At its first prompt.
-        history: What the record says.
-        plan: Of a recorded run that this one repeats.
+        options: The schedule's options.
+        state: State in the checkpoint, or of a new run.
+        queue: The run's queue, with its journal.
+        supply: Prompt supply, at its first prompt.
+        history: Contents of the record.
+        plan: Plan of the recorded run to replay.
 
     Raises:
         CheckpointError: The queue has acked groups that the checkpoint does not have.
@@ -83,14 +83,14 @@ def _ack_saved(queue: TransferQueue, state: AsyncState) -> None:
 def _redo_spent(
     scheduler: Scheduler, options: ScheduleOptions, state: AsyncState, ledger: Sequence[LedgerEntry]
 ) -> None:
-    """On policy, groups that failed after the checkpoint count for their step as they did before."""
+    """On policy, groups that failed after the checkpoint count towards their step as before."""
     if options.is_on_policy:
         failed = sum(entry.state == "dropped" and not is_refused(entry) for entry in ledger)
         scheduler.num_spent = max(state.num_spent, failed)
 
 
 def _known(steps: Sequence[tuple[str, ...]], ledger: Sequence[LedgerEntry]) -> list[tuple[str, ...]]:
-    """Recorded steps, up to the first with a group that can no longer be had."""
+    """Recorded steps, up to the first with a group that is no longer available."""
     open_uids = {entry.prompt_uid for entry in ledger if entry.state in ("issued", "settled")}
     found = []
     for step in steps:

@@ -1,4 +1,4 @@
-"""What the controller must remember, beside the learner, in every checkpoint."""
+"""The controller's state in a checkpoint, beside the learner's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ class AsyncState(RunState):
     """The run at the end of a step.
 
     Attributes:
-        num_trained: Groups trained so far.
-        num_spent: Groups that failed and that no other replaced.
-        validated: Last step that was validated; -1 before the first.
-        unacked: Groups that this checkpoint has, and that the queue may not know as done.
+        num_trained: Number of groups trained so far.
+        num_spent: Number of groups that failed and were not replaced.
+        validated: Last validated step; -1 before the first.
+        unacked: Groups in this checkpoint that the queue may not know as done.
     """
 
     num_trained: int = 0

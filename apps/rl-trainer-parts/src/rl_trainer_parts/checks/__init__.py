@@ -1,1 +1,1 @@
-"""Checks of the settings before models load."""
+"""Checks of the settings that run before models load."""

@@ -1,4 +1,4 @@
-"""What can be refused of `[algorithm]` and `[correction]` before anything heavy starts."""
+"""Checks of `[algorithm]` and `[correction]` that run before models load."""
 
 from collections.abc import Iterable, Iterator
 
@@ -19,14 +19,14 @@ from rl_trainer_parts.learning.objective import gdpo_components, make_policy_obj
 from rl_trainer_parts.settings.schema import Settings
 
 Named = tuple[str, str, list[str]]
-"""A setting, its value, and the values that are known."""
+"""A setting, its value, and the allowed values."""
 
 WITHIN_GROUPS = (*("grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo", "reinforce_plus_plus_baseline"),)
 """Advantages that compare the sessions of a prompt."""
 
 
 def algorithm_names(settings: Settings) -> list[Named]:
-    """The settings that name a part."""
+    """Settings that select a component by name."""
     algorithm = settings.algorithm
     return [
         ("algorithm.advantage", algorithm.advantage, ADVANTAGES.names()),
@@ -39,14 +39,14 @@ def algorithm_names(settings: Settings) -> list[Named]:
 
 
 def unknown_names(named: Iterable[Named]) -> Iterator[str]:
-    """Problems of values that are not known."""
+    """Problems of unknown names."""
     for name, found, known in named:
         if found not in known:
             yield f"{name} = {found!r} is not known; known: {', '.join(sorted(known))}.{nearest_name(found, known)}"
 
 
 def algorithm_problems(settings: Settings) -> Iterator[str]:
-    """Options and combinations that cannot work, of names that are known."""
+    """Problems of options and combinations whose names are known."""
     if learns_from_rewards(settings):
         yield from _advantage(settings)
     for find in (_policy_loss, _kl, _correction):
@@ -102,7 +102,7 @@ def _kl(settings: Settings) -> Iterator[str]:
         return
     if algorithm.kl_in == "reward" and algorithm.kl_estimator.endswith("+"):
         yield (
-            f"algorithm.kl_estimator = {algorithm.kl_estimator!r} has a gradient of its own, which algorithm.kl_in = "
+            f"algorithm.kl_estimator = {algorithm.kl_estimator!r} has its own gradient, which algorithm.kl_in = "
             f'"reward" does not use; write {algorithm.kl_estimator.rstrip("+")!r}.'
         )
 

@@ -1,4 +1,4 @@
-"""What can be refused before anything heavy starts: arithmetic, names and files."""
+"""All checks that run before models load: arithmetic, names and files."""
 
 import contextlib
 import math
@@ -23,27 +23,27 @@ from rl_trainer_parts.settings.metrics import LEVELS
 from rl_trainer_parts.settings.schema import Settings
 
 SCRIPTED = "scripted"
-"""An engine for tests, which takes responses instead of a model folder."""
+"""A test engine that takes responses instead of a model folder."""
 
 
 def check_settings(settings: Settings, also: Iterable[str] = ()) -> None:
-    """Refuse settings that cannot work, all at once.
+    """Check all settings and report every problem at once.
 
     Args:
-        settings: Of the run.
-        also: Further problems, of settings that one trainer alone has.
+        settings: The run's settings.
+        also: Further problems, from settings that only one trainer has.
 
     Raises:
-        SettingsError: Each line names a setting, what it must be, and what it is.
+        SettingsError: Each line names a setting, what was expected and what was found.
     """
     _refuse([*also, *_value_problems(settings), *_lengths(settings), *_files(settings)])
 
 
 def check_values(settings: Settings) -> None:
-    """Refuse values that cannot work, without looking at files.
+    """Check values without looking at files.
 
     Raises:
-        SettingsError: As `check_settings`.
+        SettingsError: As in `check_settings`.
     """
     _refuse([*_value_problems(settings)])
 
@@ -85,7 +85,7 @@ AT_LEAST = {
         "metrics.log_rollout_tokens",
     ),
 }
-"""Settings by the least that they may be; none is any."""
+"""Settings by their minimum; none allows any value."""
 
 ABOVE_0 = (
     *("rollout.temperature", "correction.cap", "critic.learning_rate", "critic.value_clip", "cluster.start_deadline_s"),
@@ -93,7 +93,7 @@ ABOVE_0 = (
     *("engine.gpu_memory_utilization", "metrics.peak_tflops"),
 )
 SHOWN_NAMES = ("run.name", "metrics.wandb_project", "metrics.mlflow_experiment")
-"""Settings that trackers' libraries print too."""
+"""Settings that the trackers' libraries print too."""
 AT_LEAST_1_OR_NONE = ("prompts.validation_limit", "engine.num_threads")
 ABOVE_0_OR_NONE = ("trainer.proof_tolerance", "algorithm.kl_target", "engine.kv_cache_gib")
 
@@ -137,7 +137,7 @@ def _options(settings: Settings) -> Iterator[str]:
 
 
 def _skip(settings: Settings) -> Iterator[str]:
-    """What of a skip cache depends on other settings, or on the disk."""
+    """Problems of a skip cache that depend on other settings or on the disk."""
     skip = settings.skip
     if not skip.enabled or any(skip.problems()):
         return
@@ -170,7 +170,7 @@ def _validation(settings: Settings) -> Iterator[str]:
 
 
 def _lengths(settings: Settings) -> Iterator[str]:
-    """The longest trajectory must fit into the model's positions and the engine's context."""
+    """Problems of trajectories that exceed the model's positions or the engine's context."""
     prompts, rollout = settings.prompts, settings.rollout
     longest = prompts.max_tokens + rollout.max_response_tokens
     limits = {"engine.max_model_len": settings.engine.max_model_len}
@@ -205,7 +205,7 @@ def _names(settings: Settings) -> Iterator[str]:
         yield f"run.name must be the name of one folder below run.directory; found {run.name!r}."
     for name, text in _given(settings, SHOWN_NAMES):
         if not text.isprintable():
-            yield f"{name} must be text without control characters, which terminals obey; found {text!r}."
+            yield f"{name} must be text without control characters; found {text!r}."
     yield from unknown_names(
         [
             *algorithm_names(settings),
@@ -216,7 +216,7 @@ def _names(settings: Settings) -> Iterator[str]:
 
 
 def _parallel(settings: Settings) -> Iterator[str]:
-    """Layouts that no policy could have, ranks and engines with nowhere to run."""
+    """Problems of impossible layouts, and of ranks and engines without a place to run."""
     parallel, cluster = settings.parallel, settings.cluster
     try:
         check_ranks(parallel)
@@ -228,7 +228,7 @@ def _parallel(settings: Settings) -> Iterator[str]:
         )
     if parallel.ranks > 1 and cluster.kind == "inline":
         yield (
-            f'parallel.ranks = {parallel.ranks} needs processes of their own: set cluster.kind to "process" or '
+            f'parallel.ranks = {parallel.ranks} needs separate processes: set cluster.kind to "process" or '
             '"ray"; found "inline".'
         )
     placements = settings.placements
@@ -258,7 +258,7 @@ def _replicas(settings: Settings) -> Iterator[str]:
     yield from shared_gpu_problems(settings)
     if settings.weights.transport not in ("file", "ipc") and placement == "inline":
         yield (
-            f'weights.transport = "{settings.weights.transport}" is for engines in processes of their own: set '
+            f'weights.transport = "{settings.weights.transport}" is for engines in separate processes: set '
             f'rollout.placement to "process" or "ray", or the transport to "file"; found placement {placement!r}.'
         )
     yield from _direct(settings)
@@ -270,12 +270,12 @@ def _replicas(settings: Settings) -> Iterator[str]:
 
 
 def _direct(settings: Settings) -> Iterator[str]:
-    """What keeps the ranks of a learner from sending their own weights."""
+    """What prevents a learner's ranks from sending their own weights."""
     if settings.weights.transport != "direct":
         return
     if settings.policy.learner != "megatron" or settings.cluster.kind == "inline":
         yield (
-            'weights.transport = "direct" has each rank send what it holds, from a process of its own: set '
+            'weights.transport = "direct" needs every rank in its own process, from which it sends its shards: set '
             'policy.learner to "megatron" and cluster.kind to "process" or "ray", or the transport to "tcp" or "nccl"; '
             f"found {settings.policy.learner!r} and {settings.cluster.kind!r}."
         )
@@ -287,7 +287,7 @@ def _direct(settings: Settings) -> Iterator[str]:
 
 
 def _health(settings: Settings) -> Iterator[str]:
-    """Problems of `[health]`: names that there are not, and rules that cannot pause as they are off."""
+    """Problems of `[health]`: unknown names, and pauses on rules that are off."""
     health = settings.health
     for name, number in health.thresholds.items():
         if math.isnan(number):

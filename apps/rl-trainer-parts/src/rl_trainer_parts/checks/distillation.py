@@ -1,4 +1,4 @@
-"""What can be refused of `[distillation]` before anything heavy starts."""
+"""Checks of `[distillation]` that run before models load."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ from rl_trainer_parts.settings.schema import Settings
 
 
 def distillation_problems(settings: Settings) -> Iterator[str]:
-    """Values and combinations that cannot work, whatever the files are."""
+    """Problems of values and combinations that do not depend on files."""
     chosen = settings.distillation
     found = [f"distillation.{problem}" for problem in chosen.problems()]
     yield from found
@@ -52,7 +52,7 @@ def _temperature(settings: Settings) -> Iterator[str]:
 
 
 def _unused(settings: Settings) -> Iterator[str]:
-    """Settings of the policy gradient in a run that has none."""
+    """Problems of policy-gradient settings in a run without a policy gradient."""
     algorithm, correction = settings.algorithm, settings.correction
     if learns_from_rewards(settings):
         return
@@ -84,7 +84,7 @@ def _places(settings: Settings) -> Iterator[str]:
 
 
 def _pools(settings: Settings) -> Iterator[str]:
-    """Whether this machine has what teachers set aside, beside learner and engine; of a cluster, Ray knows it."""
+    """Check that this machine has the teachers' resources beside learner and engine; Ray checks a cluster's."""
     there, before = machine_shares(), list[str]()
     for who, pool in (("the learner", rank_pool(settings)), ("the engine", replica_pool(settings))):
         if pool is not None and _take(there, pool):
@@ -106,7 +106,7 @@ def _pools(settings: Settings) -> Iterator[str]:
 
 
 def _take(there: Shares, pool: ResourcePool) -> bool:
-    """Take a whole pool, or nothing."""
+    """Reserve a whole pool, or nothing."""
     if count_room(there, pool.cpus, pool.gpus, at_most=pool.size) < pool.size:
         return False
     for _ in range(pool.size):
@@ -119,7 +119,7 @@ def _described(pool: ResourcePool) -> str:
 
 
 def teacher_files(settings: Settings) -> Iterator[str]:
-    """What is wrong with teachers' models."""
+    """Problems of the teachers' models."""
     student = _config(settings.policy.path)
     for name, teacher in settings.distillation.teachers.items():
         setting = f"distillation.teachers.{name}"
@@ -139,7 +139,7 @@ def teacher_files(settings: Settings) -> Iterator[str]:
 
 
 def _lengths(settings: Settings, teacher: TeacherOptions) -> Iterator[str]:
-    """A teacher shorter than the longest trajectory."""
+    """Problems of a teacher whose context is shorter than the longest trajectory."""
     longest = settings.prompts.max_tokens + settings.rollout.max_response_tokens
     wanted = teacher.max_model_len
     added = [with_value(settings, name) for name in ("prompts.max_tokens", "rollout.max_response_tokens")]
@@ -171,23 +171,23 @@ def _vocabulary(settings: Settings, config: PolicyConfig, student: PolicyConfig 
 
 
 def _config(folder: Path) -> PolicyConfig | None:
-    """A policy's configuration; None where other checks say what is wrong with it."""
+    """Read a policy's configuration; None if another check already reports it."""
     with contextlib.suppress(SettingsError, DataError, OSError, ValueError):
         return parse_policy_config(read_policy_config(folder))
     return None
 
 
 def check_teachers(settings: Settings, tokenizer: PromptTokenizer, prompts: Iterable[Prompt]) -> None:
-    """Refuse teachers whose tokens, whose routes, or whose texts do not fit the run's.
+    """Check that teachers' tokenizers, routes and texts fit the run.
 
     Args:
-        settings: Checked.
-        tokenizer: Of the policy.
-        prompts: To train on.
+        settings: Settings that passed `check_settings`.
+        tokenizer: The policy's tokenizer.
+        prompts: Training prompts.
 
     Raises:
-        SettingsError: Each line names a teacher, or what no teacher answers for.
-        DataError: A prompt lacks its text.
+        SettingsError: Each line names a teacher, or a route without a teacher.
+        DataError: A prompt has no text.
     """
     chosen = settings.distillation
     check_texts(settings, tokenizer, prompts)

@@ -1,4 +1,4 @@
-"""Whether the installed engines support the run's models, and the loop its options, before anything loads a model."""
+"""Check that the installed engines support the models, and the agent loop its options, before models load."""
 
 import asyncio
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from rl_trainer_parts.settings.schema import Settings
 
 
 def check_engines(settings: Settings) -> None:
-    """Refuse models, and options with them, that an engine does not support which can be asked.
+    """Check that each engine supports its model and options.
 
-    Where a Ray cluster is joined, its machines may have other engines than this one, and nothing is asked.
+    Skipped when the run joins a Ray cluster, whose machines may have other engines installed.
 
     Raises:
-        SettingsError: Names the setting, what is supported, and what was found.
+        SettingsError: Names the setting, what is supported and what was found.
         MissingExtraError: An engine's library is not installed.
     """
     if settings.cluster.ray_address is not None:
@@ -38,16 +38,16 @@ def check_engines(settings: Settings) -> None:
 
 
 def check_loop(settings: Settings, tokenizer: PromptTokenizer) -> list[str]:
-    """Refuse an agent loop that cannot work: its servers of tools are started once, and ended.
+    """Check that the agent loop works: start its tool servers once, and stop them.
 
-    Where a Ray cluster is joined that may run the loop on another machine, only its options are read.
+    When the run joins a Ray cluster, the loop may run on another machine; then only its options are checked.
 
     Returns:
         Lines for the plan, such as the tools of each server.
 
     Raises:
-        SettingsError: Names the option, or what is wrong.
-        MissingExtraError: A library that the loop needs is not installed.
+        SettingsError: An option is wrong, or a server does not start.
+        MissingExtraError: The loop needs a library that is not installed.
     """
     loop = resolve_loop(settings.rollout.loop, settings.rollout.loop_options)
     is_elsewhere = settings.cluster.ray_address is not None and settings.placements.get("roles.kind") == "ray"
@@ -60,7 +60,7 @@ def check_loop(settings: Settings, tokenizer: PromptTokenizer) -> list[str]:
 
 
 def _served(settings: Settings) -> Iterator[tuple[str, str, Path, Any]]:
-    """Each engine: the setting that names it, its name, the model's folder and its options."""
+    """Each engine as (setting that names it, name, model folder, options)."""
     yield "rollout.engine", settings.rollout.engine, settings.policy.path, engine_options(settings)
     for name, teacher in settings.distillation.teachers.items():
         if teacher.engine == "vllm":

@@ -1,4 +1,4 @@
-"""What can be refused of `[lora]` before anything heavy starts."""
+"""Checks of `[lora]` that run before models load."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -8,11 +8,11 @@ from rl_distill import LoraOptions, PolicyConfig, adapted_modules
 from rl_trainer_parts.settings.schema import Settings
 
 FROM_LORA = ("max_lora_rank", "lora_target_modules")
-"""Options of engines that follow from `[lora]`."""
+"""Engine options that trainers derive from `[lora]`."""
 
 
 def lora_problems(settings: Settings) -> Iterator[str]:
-    """Values and combinations that cannot work, whatever the files are."""
+    """Problems of values and combinations that do not depend on files."""
     lora = settings.lora
     yield from (f"lora.{problem}" for problem in lora.problems())
     for name in FROM_LORA:
@@ -28,7 +28,7 @@ def lora_problems(settings: Settings) -> Iterator[str]:
 
 
 def _without_rank(lora: LoraOptions) -> Iterator[str]:
-    """Settings of an adapter in a run that would train all weights in silence."""
+    """Problems of adapter settings in a run that would silently train all weights."""
     plain = LoraOptions()
     found = [field.name for field in fields(lora) if getattr(lora, field.name) != getattr(plain, field.name)]
     if found:
@@ -39,11 +39,11 @@ def _without_rank(lora: LoraOptions) -> Iterator[str]:
 
 
 def lora_files(settings: Settings, config: PolicyConfig) -> Iterator[str]:
-    """Patterns that do not fit the policy, and an adapter to begin with that is none.
+    """Problems of target patterns that do not match the policy, and of an unusable initial adapter.
 
     Args:
-        settings: Of the run.
-        config: Of its policy.
+        settings: The run's settings.
+        config: The policy's configuration.
     """
     lora = settings.lora
     if not lora.rank or any(lora.problems()):

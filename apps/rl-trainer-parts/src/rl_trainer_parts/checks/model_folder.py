@@ -1,4 +1,4 @@
-"""What can be refused of a model's folder before it is loaded."""
+"""Checks of a model folder before the model loads."""
 
 import re
 from collections.abc import Iterator
@@ -9,19 +9,24 @@ from rl_core.errors import DataError
 from rl_core.files import read_json_object
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""Owner and name of what the Hugging Face hub has."""
+"""A Hugging Face hub id: owner and name."""
 
 
 def missing_path(path: Path, *, setting: str, kind: Literal["model", "dataset"]) -> str:
-    """What is wrong with a path where nothing is, and how to fetch it where it looks like an id of the hub."""
+    """Describe a missing path, and how to download it if it looks like a hub id."""
     problem = f"{setting}: {path} does not exist (looked in {Path.cwd()})."
     if path.parts[:1] == ("~",):
         return f"{problem} ~ is not expanded here; write $HOME, which the shell expands."
+    words = "" if kind == "model" else " --repo-type dataset"
+    what = "folder" if kind == "model" else "file of that folder"
+    if len(path.parts) > 1 and path.parts[0] == f"{kind}s":  # where such a download puts it
+        return (
+            f"{problem} Fetch it by `hf download OWNER/{Path(*path.parts[1:2])}{words} --local-dir "
+            f"{Path(*path.parts[:2])}`, or give another {what}."
+        )
     if not HUB_ID.fullmatch(str(path)) or path.parent.is_dir():
         return problem
     folder = f"{kind}s/{path.name}"
-    words = "" if kind == "model" else " --repo-type dataset"
-    what = "folder" if kind == "model" else "file of that folder"
     return (
         f"{problem} It looks like a {kind} of the Hugging Face hub: fetch it by `hf download {path}{words} --local-dir "
         f"{folder}`, and give the {what}."
@@ -29,7 +34,7 @@ def missing_path(path: Path, *, setting: str, kind: Literal["model", "dataset"])
 
 
 def check_policy_folder(path: Path, *, setting: str, needs_tokenizer: bool = True) -> Iterator[str]:
-    """Problems of a Hugging Face folder, in words."""
+    """Problems of a Hugging Face folder."""
     if not path.exists():
         yield missing_path(path, setting=setting, kind="model")
         return

@@ -1,4 +1,4 @@
-"""What keeps engine and learner from sharing a GPU as the settings say."""
+"""Checks of settings with which engine and learner share a GPU."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from rl_trainer_parts.settings.schema import Settings
 
 
 def shared_gpu_problems(settings: Settings) -> Iterator[str]:
-    """Problems of `weights.transport = "ipc"` and of `rollout.sleep_keeps_weights`."""
+    """Problems of `weights.transport = "ipc"` and `rollout.sleep_keeps_weights`."""
     if settings.weights.transport == "ipc":
         yield from _shared_memory(settings)
     if not settings.rollout.sleep_keeps_weights and settings.lora.rank and settings.lora.serving == "adapter":
@@ -17,7 +17,7 @@ def shared_gpu_problems(settings: Settings) -> Iterator[str]:
 
 
 def _shared_memory(settings: Settings) -> Iterator[str]:
-    wanted = 'weights.transport = "ipc" is for one engine in a process of its own and a learner of one rank, on one GPU'
+    wanted = 'weights.transport = "ipc" needs one engine in its own process and a single-rank learner on the same GPU'
     other = 'or take weights.transport = "file"'
     if settings.rollout.placement != "process" or settings.replicas.count > 1:
         yield (

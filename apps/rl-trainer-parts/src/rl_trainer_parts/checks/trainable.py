@@ -1,4 +1,4 @@
-"""Whether the learners know the run's models, and can spread them as asked; others can only be evaluated."""
+"""Check that the learners support the models and the layout; unsupported models can only be evaluated."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +13,7 @@ from rl_trainer_parts.settings.schema import Settings
 
 
 def trainable_problems(settings: Settings) -> Iterator[str]:
-    """What is wrong with the policy, and with a critic of its own, beyond what other checks say of their folders."""
+    """Problems of the policy and of a separate critic that the folder checks do not cover."""
     yield from _problems(settings, settings.policy.path, "policy.path", has_adapter=True)
     if needs_critic(settings) and settings.critic.path not in (None, settings.policy.path):
         yield from _problems(settings, settings.critic.path, "critic.path")

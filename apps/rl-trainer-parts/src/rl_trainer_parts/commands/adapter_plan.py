@@ -1,4 +1,4 @@
-"""What `train --dry-run` prints of an adapter: what trains, what an update takes, and its learning rate."""
+"""The part of `train --dry-run` about an adapter: trained parameters, update size, learning rate."""
 
 from collections.abc import Iterator
 
@@ -8,15 +8,15 @@ from rl_trainer_parts.settings.schema import Settings
 BYTES = {"float32": 4, "bfloat16": 2}
 MIB = 2**20
 FULL_TRAINING_RATE = 1e-5
-"""Learning rates of full training in reinforcement learning are seldom above it."""
+"""Learning rates for full RL training are rarely above this."""
 
 
 def describe_adapter(settings: Settings, config: PolicyConfig) -> Iterator[str]:
-    """Lines of the plan; none where all weights train.
+    """Lines of the plan; empty when all weights train.
 
     Args:
-        settings: Of the run.
-        config: Of its policy.
+        settings: The run's settings.
+        config: The policy's configuration.
     """
     lora = settings.lora
     if not lora.rank:
@@ -28,17 +28,17 @@ def describe_adapter(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     yield f"  trains     {trained:,} of {total:,} parameters ({trained / total:.2%}), the others stay as they are"
     yield f"             rank {lora.rank}, B @ A times {lora.scaling:g}, beside {len(targets)} matrices:"
     yield f"             {', '.join(modules)}"
-    yield f"             begins with {lora.path or 'an adapter that changes nothing'}"
+    yield f"             begins with {lora.path or 'an adapter without effect'}"
     if lora.serving == "adapter":
-        yield f"  an update  {trained * size / MIB:.2f} MiB, beside weights that engines keep (lora.serving = adapter)"
+        yield f"  an update  {trained * size / MIB:.2f} MiB, beside the base in the engines (lora.serving = adapter)"
     else:
-        yield f"  an update  {total * size / MIB:.2f} MiB, all weights with the adapter in them (lora.serving = merged)"
+        yield f"  an update  {total * size / MIB:.2f} MiB, all weights, adapter merged in (lora.serving = merged)"
     yield from _learning_rate(settings.learner.learning_rate)
 
 
 def _learning_rate(rate: float) -> Iterator[str]:
     if rate > FULL_TRAINING_RATE:
-        yield f"  rate       {rate:g}; LoRA's usual learning rate is ten times full training's"
+        yield f"  rate       {rate:g}; LoRA usually needs ten times the learning rate of full training"
         return
     yield f"  rate       learner.learning_rate = {rate:g} looks like full training's;"
-    yield f"             LoRA's usual learning rate is ten times that, {10 * rate:g}"
+    yield f"             LoRA usually needs ten times that, {10 * rate:g}"

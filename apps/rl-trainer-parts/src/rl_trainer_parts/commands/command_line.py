@@ -1,4 +1,4 @@
-"""What the commands of both trainers share: words, complaints, logs."""
+"""What the commands of both trainers share: arguments, error messages, logging."""
 
 import io
 import logging
@@ -27,12 +27,17 @@ Command = Callable[[list[str]], int]
 
 HELP = ("--help", "-h")
 EXPORT_HELP = """\
-export CHECKPOINT FOLDER: write the policy of a checkpoint, or of a run's newest, as a Hugging Face one.
-  --merge        Of a LoRA adapter: merge it into its base model. The default.
-  --adapter      Write the adapter alone, in peft's format.
-  --base FOLDER  Where the adapter's base model is now, if it was moved."""
+export CHECKPOINT FOLDER: write the policy of a checkpoint, or of a run's newest, as a Hugging Face folder.
+  --merge        Merge a LoRA adapter into its base model (default).
+  --adapter      Write only the LoRA adapter, in peft's format.
+  --base FOLDER  Where the adapter's base model is now, if it has moved."""
+CHECK_MACHINE_HELP = """\
+{program} check-machine [SETTINGS.toml] [--json] [--section.name=value ...]: check whether this machine can train.
+  It checks Python, packages, GPUs, memory, shared memory, ports, Ray, disk and limits, and says what to do. With
+  settings it compares them with that run's needs. Exit status: 0 no problem, 1 problems.
+  --json  Print one JSON object."""
 WITH_SETTINGS = ("train", "validate")
-"""Commands whose help explains settings."""
+"""Commands whose --help explains settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +45,10 @@ class Program:
     """A trainer's command line.
 
     Attributes:
-        name: Of the program, and of the distribution that has it.
-        usage: All commands, each with its arguments and what it does.
-        commands: Beside `validate`, by name; each may change the list that it gets.
-        settings: Gives the class of its settings, which takes a second to import.
+        name: Name of the program and of its distribution.
+        usage: All commands with their arguments and a description.
+        commands: Commands by name beside `new`, `check-machine` and `validate`; each may modify the argument list.
+        settings: Returns the settings class, whose import takes a second.
     """
 
     name: str
@@ -52,7 +57,7 @@ class Program:
     settings: Callable[[], "type[Settings]"]
 
     def run(self, words: Sequence[str]) -> int:
-        """Say what was asked about the program, or run the command that the first word names; gives the exit status."""
+        """Print help or the version, or run the command that the first word names; return the exit status."""
         if not words or words[0] in HELP:
             say(self.usage)
             return 0 if words else MISTAKE
@@ -62,8 +67,34 @@ class Program:
         asked = [index for index, word in enumerate(words) if word in HELP]
         if asked and words[0] in WITH_SETTINGS:
             return run_command(("help", *words[asked[0] + 1 :]), {"help": self._explain})
-        first = {"train": self.commands["train"], "validate": self._validate}
+        first = {
+            "new": self._new,
+            "check-machine": self._check_machine,
+            "train": self.commands["train"],
+            "validate": self._validate,
+        }
         return run_command(words, {**first, **self.commands})
+
+    def _new(self, words: list[str]) -> int:
+        """`new DIR [--model FOLDER]`."""
+        from rl_trainer_parts.commands.new import new
+
+        return new(words, self.settings(), program=self.name)
+
+    def _check_machine(self, words: list[str]) -> int:
+        """`check-machine [SETTINGS.toml] [--json] [--section.name=value ...]`."""
+        if set(HELP) & set(words):
+            say(CHECK_MACHINE_HELP.format(program=self.name))
+            return 0
+        as_json = take_flag(words, "--json")
+        from rl_trainer_parts.commands.check_machine import check_machine
+
+        if not words:
+            return check_machine(None, as_json=as_json)
+        file = take_file(words, f"{self.name} check-machine")
+        from rl_trainer_parts.settings.sources import load_settings
+
+        return check_machine(load_settings(file, words, os.environ, kind=self.settings()), as_json=as_json)
 
     def _validate(self, words: list[str]) -> int:
         """`validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]`."""
@@ -77,7 +108,7 @@ class Program:
             return self._evaluate(file, words, named=policy)
 
     def _evaluate(self, file: Path | None, words: list[str], *, named: str | None) -> int:
-        """Say the metrics of the policy in the settings; one that was named is called by that name."""
+        """Print the metrics of the settings' policy, under the name that the user gave it, if any."""
         from rl_trainer_parts.settings.sources import load_settings
 
         settings = load_settings(file, words, os.environ, kind=self.settings())
@@ -91,7 +122,7 @@ class Program:
         return 0
 
     def _explain(self, words: list[str]) -> int:
-        """What is asked about settings: all of them, a section, or one."""
+        """Explain all settings, one section, or one setting."""
         from rl_trainer_parts.settings.fields import help_text
 
         topic = words[0].lstrip("-").partition("=")[0] if words else ""
@@ -101,14 +132,14 @@ class Program:
 
 
 def run_command(words: Sequence[str], commands: Mapping[str, Command]) -> int:
-    """Run the command that the first word names, and give its exit status.
+    """Run the command that the first word names and return its exit status.
 
-    OpenMP's threads sleep while they wait: spinning, they starve each other as soon as anything else runs on the
-    machine (measured on two busy cores: steps 20 to 100 times slower).
+    OpenMP threads sleep while they wait. If they spin, they starve each other whenever another program uses the CPUs
+    (measured on two busy cores: steps take 20 to 100 times as long).
 
     Args:
         words: The command and its arguments.
-        commands: By name; each may change the list that it gets.
+        commands: Commands by name; each may modify the argument list.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -134,7 +165,7 @@ def run_command(words: Sequence[str], commands: Mapping[str, Command]) -> int:
 
 
 def _drop_what_nobody_reads() -> None:
-    """Where the terminal is gone, what is left to print would make Python end with an exit status of its own, 120."""
+    """Drop buffered output when the terminal is gone; Python would otherwise exit with its own status, 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -171,9 +202,9 @@ def export(words: list[str]) -> int:
 
 
 def configure_logs() -> None:
-    """Warnings and errors of the packages go to the standard error, so that they never cut a progress bar in two.
+    """Send warnings and errors of the packages to stderr, so that they never split a progress bar.
 
-    Nothing in them, or in an error that nobody catches, garbles a terminal.
+    Warnings and uncaught errors are escaped, so that they cannot garble the terminal.
     """
     sys.excepthook = print_uncaught
     *before, renderer = (one for one in structlog.get_config()["processors"] if one is not escaped_event)
@@ -186,7 +217,7 @@ def configure_logs() -> None:
 
 
 class _Stderr(io.TextIOBase):
-    """The standard error of now, which a caller may redirect; a terminal that is gone stops no run."""
+    """The current stderr, which a caller may redirect; a lost terminal does not stop a run."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -196,14 +227,14 @@ class _Stderr(io.TextIOBase):
 
 
 def take_flag(words: list[str], flag: str) -> bool:
-    """Remove a flag, and say whether it was there."""
+    """Remove a flag and return whether it was present."""
     was_there = flag in words
     words[:] = [word for word in words if word != flag]
     return was_there
 
 
 def take_option(words: list[str], option: str) -> str | None:
-    """Remove `--option VALUE` or `--option=VALUE`, and give its value."""
+    """Remove `--option VALUE` or `--option=VALUE` and return the value."""
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == option:
@@ -219,7 +250,7 @@ def take_option(words: list[str], option: str) -> str | None:
 
 
 def take_file(words: list[str], command: str) -> Path | None:
-    """Remove the settings file, which comes first; the command is named as users write it."""
+    """Remove and return the settings file, which comes first; `command` is named in the error."""
     if words and not words[0].startswith("-"):
         return Path(words.pop(0))
     if not words:
@@ -228,12 +259,12 @@ def take_file(words: list[str], command: str) -> Path | None:
 
 
 def complain(*lines: str, status: int = MISTAKE) -> int:
-    """Write what is wrong to the standard error."""
+    """Print an error to stderr."""
     text = "".join(f"error: {line}\n" if index == 0 else f"{line}\n" for index, line in enumerate(lines))
     sys.stderr.write(escaped_lines(text))
     return status
 
 
 def say(line: str) -> None:
-    """Write a line at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     write_out(f"{escaped_lines(line)}\n")

@@ -1,4 +1,4 @@
-"""What `train --dry-run` prints: roles, batch arithmetic, memory, and what will be written."""
+"""The output of `train --dry-run`: roles, batch arithmetic, memory and files."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -40,15 +40,15 @@ PLACES = {"process": ("a process", "processes"), "ray": ("an actor of Ray", "act
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCounts:
-    """How many problems each file gives, and what they are made of.
+    """Number and form of the prompts.
 
     Attributes:
-        train: Of `prompts.train`.
-        validation: Of `prompts.validation`.
-        test: Of `prompts.test`.
-        form: What prompts are, in words.
-        longest: Tokens of the longest to train on.
-        dropped: Rows that were left out as too long.
+        train: Prompts in `prompts.train`.
+        validation: Prompts in `prompts.validation`.
+        test: Prompts in `prompts.test`.
+        form: Description of the prompts' form.
+        longest: Length of the longest training prompt in tokens.
+        dropped: Rows left out because they are too long.
     """
 
     train: int
@@ -70,11 +70,11 @@ def describe_plan(
     """The plan as lines of text.
 
     Args:
-        settings: Of the run.
-        counts: Of its problems.
-        loop_lines: What the agent loop says of itself.
-        inline_engine: Where an engine without a process of its own lives.
-        inline_rank: Where a single rank without one lives.
+        settings: The run's settings.
+        counts: Its prompts.
+        loop_lines: Lines that describe the agent loop.
+        inline_engine: Where an inline engine runs.
+        inline_rank: Where a single inline rank runs.
     """
     roles = _roles(settings, loop_lines, inline_engine, inline_rank)
     adapter = describe_adapter(settings, _config(settings.policy.path))
@@ -96,20 +96,20 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
         frozen = "the policy without its adapter" if settings.lora.rank else "frozen copy of the policy"
         yield f"  reference  {frozen} (KL coefficient {settings.algorithm.kl_coefficient:g})"
     if needs_critic(settings):
-        start = settings.critic.path or "the policy's layers under a value head of zeros"
+        start = settings.critic.path or "the policy's layers with a value head of zeros"
         yield f"  critic     {start}; learning rate {settings.critic.learning_rate:g}"
     yield from _teachers(settings)
 
 
 def _replay(settings: Settings) -> Iterator[str]:
-    """Whether the learner of a mixture takes the experts that the engine used."""
+    """Say whether the learner of a mixture replays the engine's routing."""
     if expert_shape(settings) is not None:
-        yield f"{INDENT}tells the experts of each token, which the learner replays"
+        yield f"{INDENT}records each token's experts, which the learner replays"
     elif routes_anew(settings):
-        yield f"{INDENT}a mixture that trains without replay, on other experts than were sampled:"
+        yield f"{INDENT}a mixture without replay, which trains on other experts than the engine used:"
         yield f"{INDENT}{why_not_replayed(settings)}"
         if math.isinf(proof_tolerances(settings).canary):
-            yield f"{INDENT}nor do logprobs prove weight updates, tensors alone do: set trainer.proof_tolerance"
+            yield f"{INDENT}only tensors, not logprobs, prove weight updates then: set trainer.proof_tolerance"
 
 
 def _engine_place(settings: Settings) -> str:
@@ -130,12 +130,12 @@ def _ranks(settings: Settings, inline_rank: str) -> Iterator[str]:
     yield f"             {parallel.ranks} ranks in {where}: {layout}"
     gpus = gpus_per_rank(settings)
     if cluster.cpus_per_rank or gpus:
-        yield f"             set aside for each: {describe_shares(cluster.cpus_per_rank, gpus)}"
+        yield f"             reserved for each: {describe_shares(cluster.cpus_per_rank, gpus)}"
         yield from _room(settings)
 
 
 def _room(settings: Settings) -> Iterator[str]:
-    """Whether this machine has it; what Ray joins, only Ray knows."""
+    """Compare the reserved resources with this machine's; a joined cluster's are known only to Ray."""
     if settings.cluster.ray_address is not None:
         return
     there, ranks = machine_shares(), settings.parallel.ranks
@@ -145,7 +145,7 @@ def _room(settings: Settings) -> Iterator[str]:
 
 
 def _teachers(settings: Settings) -> Iterator[str]:
-    """Each teacher with its place and what it answers for, and what is learnt from them."""
+    """Each teacher with its placement and routes, and how the policy learns from it."""
     chosen = settings.distillation
     if not chosen.is_on:
         return
@@ -168,7 +168,7 @@ def _teachers(settings: Settings) -> Iterator[str]:
 
 
 def _teacher_memory(settings: Settings) -> Iterator[str]:
-    """What the weights of teachers take."""
+    """Memory of the teachers' weights."""
     for name, teacher in settings.distillation.teachers.items():
         config = _config(teacher.model)
         weights = count_parameters(config).total * BYTES[teacher.dtype] / GIB
@@ -223,7 +223,7 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
 
 
 def _sharing(settings: Settings) -> Iterator[str]:
-    """What the learner will compute once."""
+    """What the learner computes only once."""
     least, rollout = settings.learner.shared_prefix_tokens, settings.rollout
     if least == 0 or settings.policy.learner != "megatron" or rollout.group_size == 1:
         return
@@ -255,13 +255,13 @@ def _config(folder: Path) -> PolicyConfig:
 
 
 def _parameters(config: PolicyConfig) -> str:
-    """How many, and of a mixture how many a token uses."""
+    """Number of parameters; for a mixture also the active ones."""
     total, active, _ = count_parameters(config)
     return f"{total:,} parameters{'' if active == total else f', {active:,} of them active'}"
 
 
 def _on_ranks(settings: Settings, config: PolicyConfig, kind: Literal["policy", "critic", "frozen"]) -> str:
-    """What a model takes on the rank that keeps most of it."""
+    """Memory of a model on the rank that holds most of it."""
     parallel = settings.parallel
     lora = settings.lora if kind == "policy" else LoraOptions()
     stages = rank_memory(config, parallel, dtype=settings.learner.dtype, kind=kind, lora=lora)
@@ -271,7 +271,7 @@ def _on_ranks(settings: Settings, config: PolicyConfig, kind: Literal["policy", 
 
 
 def _activations(settings: Settings, config: PolicyConfig) -> Iterator[str]:
-    """What a GPU's layers keep besides; of other kernels and dtypes it depends on the lengths."""
+    """Additional activation memory of the layers on a GPU; with other kernels and dtypes it depends on the lengths."""
     learner = settings.learner
     is_known = settings.policy.learner == "megatron" and learner.kernels != "plain" and learner.dtype == "bfloat16"
     if is_known and not settings.lora.rank:
@@ -280,7 +280,7 @@ def _activations(settings: Settings, config: PolicyConfig) -> Iterator[str]:
 
 
 def _experts(settings: Settings) -> Iterator[str]:
-    """What the experts that a mixture's engine reports take, in the engine beside each token of its KV cache."""
+    """Memory of the experts that a mixture's engine records beside each token of its KV cache."""
     shape, rollout = expert_shape(settings), settings.rollout
     if shape is None:
         return

@@ -1,4 +1,4 @@
-"""What `train` does in both trainers: check everything that can be checked, then make one launch of the run."""
+"""The `train` command of both trainers: check everything that can be checked, then run."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -8,6 +8,7 @@ from rl_metrics.trackers import ConsoleTracker
 from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.distillation import check_teachers
 from rl_trainer_parts.checks.engines import check_engines, check_loop
+from rl_trainer_parts.checks.this_machine import machine_problems
 from rl_trainer_parts.checks.trainable import trainable_problems
 from rl_trainer_parts.commands.command_line import say
 from rl_trainer_parts.commands.plan import PromptCounts
@@ -28,23 +29,24 @@ def train_checked(
     launch: Callable[[Chosen, Inputs, RunFolder, ConsoleTracker], Coroutine[Any, Any, int]],
     also_refused: Iterable[str] = (),
 ) -> int:
-    """Train, or print the plan; gives the exit status.
+    """Train, or print the plan; return the exit status.
 
     Args:
-        settings: Of the run.
+        settings: The run's settings.
         console: Shows progress.
-        resume: Go on with the run in the folder.
-        dry_run: Print the plan and end; nothing is written.
-        describe: The plan as text, with lines of the agent loop.
-        launch: Trains in a folder that this process holds; gives the exit status.
-        also_refused: What of the settings this trainer alone has cannot work, in words.
+        resume: Continue the run in the folder.
+        dry_run: Print the plan and exit without writing anything.
+        describe: Returns the plan as text, given the agent loop's lines.
+        launch: Trains in a folder that this process has locked; returns the exit status.
+        also_refused: Further problems, from settings that only this trainer has.
 
     Raises:
-        SettingsError: A setting is impossible, or the folder is not free.
-        DataError: A file of the user cannot be used.
+        SettingsError: A setting is impossible, or the folder is in use.
+        DataError: A user's file cannot be used.
     """
     with console.phase("checking settings and files", is_brief=True):
-        check_settings(settings, [*also_refused, *trainable_problems(settings)])
+        lacking = list(machine_problems(settings))
+        check_settings(settings, [*also_refused, *trainable_problems(settings), *([] if dry_run else lacking)])
         inputs = read_inputs(settings)
         check_teachers(settings, inputs.tokenizer, inputs.train)
         loop_lines = check_loop(settings, inputs.tokenizer)
@@ -53,6 +55,8 @@ def train_checked(
     for note in what_to_look_at(settings, inputs):
         console.say(f"note: {note}")
     if dry_run:
+        for problem in lacking:
+            console.say(f"warning: a run on this machine is refused: {problem}")
         folder = RunFolder(settings.run_folder)
         if resume:
             require_resumable(folder, settings)

@@ -1,4 +1,4 @@
-"""What `validate` does in both trainers: check everything that can be checked, then evaluate a policy."""
+"""The `validate` command of both trainers: check everything that can be checked, then evaluate a policy."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from rl_trainer_parts.settings.schema import Settings
 
 
 def validate(settings: Settings, say: Callable[[str], None]) -> dict[str, float]:
-    """Metrics of the policy on the validation and test problems.
+    """Evaluate the policy on the validation and test prompts and return its metrics.
 
     Args:
-        settings: Of a run.
-        say: Told what to look at.
+        settings: A run's settings.
+        say: Prints warnings and hints.
 
     Raises:
         SettingsError: A setting is impossible.
-        DataError: A file of the user cannot be used.
+        DataError: A user's file cannot be used.
     """
     check_settings(settings)
     inputs = read_inputs(settings)

@@ -1,4 +1,4 @@
-"""What a run learns from, with teachers: the objective's options, and the metrics of what teachers did."""
+"""Distillation in a run: the options of the objective, and the teachers' metrics."""
 
 from rl_distill.objectives import DistillationObjectiveOptions
 from rl_distill.teacher import ServiceReport
@@ -12,17 +12,17 @@ def has_teachers(settings: Settings) -> bool:
 
 
 def learns_from_rewards(settings: Settings) -> bool:
-    """True when the policy learns from the rewards of tasks, alone or beside teachers."""
+    """True when the policy learns from task rewards, alone or beside teachers."""
     return not settings.distillation.is_on or settings.distillation.use_task_rewards
 
 
 def has_policy_gradient(settings: Settings) -> bool:
-    """True when tokens have advantages: from tasks, or from teachers as a reward."""
+    """True when tokens have advantages, from tasks or from teachers used as a reward."""
     return learns_from_rewards(settings) or settings.distillation.used_as == "reward"
 
 
 def objective_options(settings: Settings) -> DistillationObjectiveOptions:
-    """What the student learns from teachers.
+    """The distillation objective.
 
     Raises:
         SettingsError: An option is impossible.
@@ -42,14 +42,14 @@ def objective_options(settings: Settings) -> DistillationObjectiveOptions:
 
 
 def record_teachers(recorder: Recorder, report: ServiceReport) -> None:
-    """Record what teachers did in a step, and how long it waited for them."""
+    """Record the teachers' work in a step and how long the step waited for it."""
     recorder.record("timing_s/teacher", report.waited_s)
     for metric, value in teacher_metrics(report).items():
         recorder.record(metric, value)
 
 
 def teacher_metrics(report: ServiceReport) -> dict[str, float]:
-    """What each teacher did, by the metrics' names."""
+    """Each teacher's work, by metric name."""
     metrics: dict[str, float] = {}
     for name, of_teacher in report.teachers.items():
         values = {

@@ -1,4 +1,4 @@
-"""Settings become what the learner minimises."""
+"""Build the learner's objective from the settings."""
 
 from rl_distill.objectives import (
     AdaptiveKL,
@@ -16,7 +16,7 @@ from rl_trainer_parts.settings.schema import Settings
 
 
 def make_objective(settings: Settings) -> PolicyObjective | DistillationObjective:
-    """What the learner minimises: the policy's objective, that of teachers, or both.
+    """The learner's objective: the policy's, the teachers', or their sum.
 
     Raises:
         SettingsError: An option is unknown or impossible.
@@ -28,7 +28,7 @@ def make_objective(settings: Settings) -> PolicyObjective | DistillationObjectiv
 
 
 def make_policy_objective(settings: Settings) -> PolicyObjective:
-    """The policy objective of the settings.
+    """The policy objective.
 
     Raises:
         SettingsError: An option is unknown or impossible.
@@ -49,17 +49,17 @@ def make_policy_objective(settings: Settings) -> PolicyObjective:
 
 
 def make_selection(settings: Settings) -> TokenSelection | None:
-    """What chooses the tokens that the policy loss treats apart; None where it treats all alike."""
+    """Selector of the tokens that the policy loss treats differently; None if it treats all alike."""
     return bound_policy_loss(make_policy_objective(settings).options).select
 
 
 def sampled_logprobs(settings: Settings) -> SampledLogprobs:
-    """Column of the ratio's denominator."""
+    """Column with the denominator of the importance ratio."""
     return "old_logprobs" if settings.algorithm.old_logprobs == "recompute" else "rollout_logprobs"
 
 
 def make_kl_control(settings: Settings) -> AdaptiveKL:
-    """The KL's coefficient at the start of a run.
+    """The KL coefficient at the start of a run.
 
     Raises:
         SettingsError: The target or the horizon is impossible.
@@ -69,6 +69,6 @@ def make_kl_control(settings: Settings) -> AdaptiveKL:
 
 
 def gdpo_components(settings: Settings) -> list[str]:
-    """Components of the reward that travel with the rows, because the advantage compares them."""
+    """Reward components that travel with the rows because the advantage compares them."""
     weights = settings.algorithm.advantage_options.get("weights")
     return sorted(weights) if settings.algorithm.advantage == "gdpo" and isinstance(weights, dict) else []

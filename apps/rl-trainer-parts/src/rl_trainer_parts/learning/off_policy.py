@@ -1,4 +1,4 @@
-"""Distillation from stored texts: what a teacher wrote stands in for rollouts."""
+"""Off-policy distillation: stored teacher texts replace rollouts."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from rl_trainer_parts.settings.schema import Settings
 
 
 def text_options(settings: Settings, tokenizer: PromptTokenizer) -> TextOptions | None:
-    """How texts become trajectories; None where rollouts are generated.
+    """How texts become trajectories; None when rollouts are generated.
 
     Raises:
         SettingsError: The tokenizer names no token that ends a text.
@@ -36,11 +36,11 @@ def text_options(settings: Settings, tokenizer: PromptTokenizer) -> TextOptions 
 
 
 def check_texts(settings: Settings, tokenizer: PromptTokenizer, prompts: Iterable[Prompt]) -> None:
-    """Refuse prompts without texts, before anything heavy starts.
+    """Check that prompts have texts, before models load.
 
     Raises:
         DataError: A prompt lacks its text, or all are too long.
-        SettingsError: No text can be made.
+        SettingsError: Texts cannot be tokenized.
     """
     options = text_options(settings, tokenizer)
     if options is not None:
@@ -48,7 +48,7 @@ def check_texts(settings: Settings, tokenizer: PromptTokenizer, prompts: Iterabl
 
 
 def groups_of_texts(prompts: Sequence[Prompt], options: TextOptions, tokenizer: PromptTokenizer) -> list[GroupResult]:
-    """A group of each prompt, with a session of each of its texts; those that are all too long have failed."""
+    """A group per prompt, with one session per text; a group whose texts are all too long fails."""
     trajectories = trajectories_from_texts(prompts, options, encode=_encoder(tokenizer))
     by_prompt = {uid: list(own) for uid, own in itertools.groupby(trajectories, key=lambda one: one.prompt_uid)}
     dropped = SessionResult(failure=f"every text in column {options.column!r} is too long")
@@ -62,7 +62,7 @@ def groups_of_texts(prompts: Sequence[Prompt], options: TextOptions, tokenizer: 
 
 
 def text_problems(settings: Settings) -> Iterator[str]:
-    """Settings that texts of somebody else make no sense with."""
+    """Problems of settings that make no sense for texts that the policy did not generate."""
     chosen = settings.distillation
     if chosen.texts is None:
         return

@@ -1,4 +1,4 @@
-"""What the learner's side of a step works with, wherever it runs."""
+"""The learner's side of a step, wherever it runs."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ from rl_trainer_parts.settings.schema import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningParts:
-    """What a step learns with.
+    """Everything a learning step needs.
 
     Attributes:
-        settings: As the user set them.
+        settings: The user's settings.
         learners: Policy, reference and critic.
         objective: What the learner minimises.
-        kl: The KL's coefficient at the start of the run, and how it goes on.
-        select_tokens: Chooses the tokens that the policy loss treats apart, where it does.
-        skipped: Counts updates that were not finite.
+        kl: Initial KL coefficient and how it adapts.
+        select_tokens: Selects the tokens that the policy loss treats differently, if any.
+        skipped: Counts skipped updates, whose loss or gradients were not finite.
     """
 
     settings: Settings
@@ -36,16 +36,16 @@ class LearningParts:
 
     @property
     def recomputes_old_logprobs(self) -> bool:
-        """True when the learner scores a batch before it trains on it."""
+        """True when the learner scores a batch before training on it."""
         return self.settings.algorithm.old_logprobs == "recompute"
 
     @property
     def sampled_logprobs(self) -> SampledLogprobs:
-        """Column of the logprobs of the policy that sampled, as the update knows them."""
+        """Column with the sampling policy's logprobs, as the update uses them."""
         return sampled_logprobs(self.settings)
 
     def objective_at(self, kl_coefficient: float) -> PolicyObjective | DistillationObjective:
-        """The objective with the present coefficient of the KL, where that is in the loss."""
+        """The objective with the current KL coefficient, if the KL is part of the loss."""
         if self.settings.algorithm.kl_in != "loss":
             return self.objective
         if isinstance(self.objective, PolicyObjective):
@@ -55,15 +55,15 @@ class LearningParts:
 
 
 def canary_sequences(settings: Settings, prompts: PromptSet) -> list[IntArray]:
-    """The first prompts, as many as the settings say."""
+    """The first prompts, used for the canary."""
     return [prompts[index].input_ids for index in range(min(settings.trainer.canary_prompts, len(prompts)))]
 
 
 def proof_tolerances(settings: Settings) -> ProofTolerances:
-    """How far an engine may be from the learner.
+    """Tolerances between engine and learner.
 
-    A mixture that both compute in float32 nearly always takes the same experts. In a coarser dtype some are others, and
-    where the learner does not replay the engine's, canary logprobs may be off by any amount.
+    In float32, both almost always route a mixture's tokens to the same experts. In a coarser dtype some tokens go to
+    other experts; unless the learner replays the engine's routing, canary logprobs may then differ by any amount.
     """
     is_exact = settings.engine.dtype == settings.learner.dtype == "float32"
     default = ProofTolerances() if is_exact else BFLOAT16_TOLERANCES

@@ -1,4 +1,4 @@
-"""What a batch needs before the learner takes a step on it, computed over the whole of it."""
+"""Prepare a whole batch for the learner's updates."""
 
 from rl_core import Batch
 from rl_core.errors import DataError
@@ -22,11 +22,11 @@ from rl_trainer_parts.learning.distillation import (
 from rl_trainer_parts.learning.parts import LearningParts
 
 TEACHER_COLUMNS = teacher_task(with_hidden=True).gives
-"""Columns that advantages are not made of."""
+"""Columns that advantages do not use."""
 
 
 def prepare_batch(parts: LearningParts, batch: Batch, recorder: Recorder, *, kl_coefficient: float) -> Batch:
-    """Add what the objective needs, but the loss weights: advantages, the tokens that train, correction weights.
+    """Add the objective's inputs except loss weights: advantages, the trained tokens and correction weights.
 
     Raises:
         DataError: A column is missing, or every token of the batch was rejected.

@@ -1,4 +1,4 @@
-"""What replaying the engine's experts does to the mismatch of engine and learner, measured on a sample."""
+"""Measure, on a sample, how replaying the engine's experts changes the mismatch between engine and learner."""
 
 import numpy as np
 
@@ -10,13 +10,13 @@ from rl_trainer_parts.reporting.step_metrics import has_distributions
 
 
 def record_replay(parts: LearningParts, rows: Batch, recorder: Recorder, *, step: int) -> None:
-    """Record the mismatch with and without replay, where the step is due; nothing else changes.
+    """Record the mismatch with and without replay, in steps where it is due.
 
     Args:
-        parts: Of the run.
-        rows: Of the step, before its update; with `routed_experts` where the policy is a mixture that replays.
-        recorder: Of the step.
-        step: Its number, from 1.
+        parts: The learner's side.
+        rows: The step's rows before its update, with `routed_experts` if the policy is a mixture that replays.
+        recorder: The step's recorder.
+        step: Step number, from 1.
     """
     settings = parts.settings
     count = min(settings.metrics.replay_rows, len(rows))

@@ -1,4 +1,4 @@
-"""Settings become what learns in a run: the policy, and where the algorithm needs them a critic and a reference."""
+"""Start the models that learn: the policy, and a critic and a reference if the algorithm needs them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,15 +12,15 @@ from rl_trainer_parts.settings.schema import Settings
 
 
 def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
-    """Start what the settings ask for, with the weights of the initial policy.
+    """Start the learners with the initial policy's weights.
 
     Args:
-        settings: The run's.
-        log_directory: Where ranks in processes of their own write what they print.
+        settings: The run's settings.
+        log_directory: Where ranks in other processes write their output.
 
     Raises:
-        DataError: A model's folder lacks something.
-        DeadlineError: The ranks were not there in time.
+        DataError: A model folder is incomplete.
+        DeadlineError: The ranks did not start in time.
         RoleError: A rank died.
         SettingsError: There are too few CPUs or GPUs.
     """
@@ -63,7 +63,7 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
 
 
 def describe_parameters(settings: Settings, num_parameters: int) -> str:
-    """How many parameters the policy has, how many of them train, and on how many ranks."""
+    """The policy's parameters, trained parameters and ranks, in words."""
     trained = ""
     if settings.lora.rank:
         config = parse_policy_config(read_policy_config(settings.policy.path))
@@ -73,12 +73,12 @@ def describe_parameters(settings: Settings, num_parameters: int) -> str:
 
 
 def needs_critic(settings: Settings) -> bool:
-    """True when the advantage is made from a critic's values."""
+    """True when the advantage uses a critic's values."""
     return settings.algorithm.advantage == "gae"
 
 
 def critic_options(settings: Settings) -> LearnerOptions:
-    """How the critic trains."""
+    """The critic's options."""
     critic = settings.critic
     return replace(
         settings.learner,
@@ -90,7 +90,7 @@ def critic_options(settings: Settings) -> LearnerOptions:
 
 
 def rank_pool(settings: Settings) -> ResourcePool | None:
-    """What is set aside for the ranks; None where they share this machine's CPUs."""
+    """Resources reserved for the ranks; None when they share this machine's CPUs."""
     where, gpus = settings.cluster, gpus_per_rank(settings)
     if not where.cpus_per_rank and not gpus and not visible_gpus():
         return None
@@ -98,7 +98,7 @@ def rank_pool(settings: Settings) -> ResourcePool | None:
 
 
 def gpus_per_rank(settings: Settings) -> float:
-    """GPUs of each rank: as set, else one where this machine has any; 0 in the trainer's own process."""
+    """GPUs per rank: as set, else one if this machine has GPUs; 0 for an inline rank."""
     if settings.cluster.gpus_per_rank is not None:
         return settings.cluster.gpus_per_rank
     return float(settings.cluster.kind != "inline" and bool(visible_gpus()))

@@ -1,4 +1,4 @@
-"""The learner's side of a step, the same in both trainers: late columns, advantages, updates, the KL's coefficient."""
+"""The learner's side of a step in both trainers: late columns, advantages, updates, KL coefficient."""
 
 from collections.abc import Mapping
 
@@ -17,19 +17,19 @@ def learn(
     """Train on a step's rows.
 
     Args:
-        parts: Of the run.
-        rows: Whole groups, as rollouts and teachers gave them.
-        recorder: Of the step.
-        step: Its number, from 1.
-        kl_state: The KL coefficient's state after the step before; empty before the first step.
+        parts: The learner's side.
+        rows: Whole groups from rollouts and teachers.
+        recorder: The step's recorder.
+        step: Step number, from 1.
+        kl_state: State of the KL coefficient after the previous step; empty before the first.
 
     Returns:
-        The batch as it was trained, with the tokens that the correction rejected and what the update computed of its
-        tokens; and the KL coefficient's state for the next step.
+        The trained batch, with the tokens that the correction rejected and the update's per-token results; and the
+        state of the KL coefficient for the next step.
 
     Raises:
         DataError: A column is missing, or the correction rejected every token.
-        NonFiniteError: Too many updates in a row were not finite.
+        NonFiniteError: Too many consecutive updates were not finite.
     """
     kl = parts.kl.restored(kl_state) if kl_state else parts.kl
     record_replay(parts, rows, recorder, step=step)
@@ -42,7 +42,7 @@ def learn(
 
 
 def with_late_columns(parts: LearningParts, rows: Batch, recorder: Recorder) -> Batch:
-    """Add the reference's logprobs, the learner's own and the critic's values, where the settings ask for them."""
+    """Add the reference's and the learner's logprobs and the critic's values, if the settings need them."""
     temperature, learners = parts.settings.rollout.temperature, parts.learners
     if learners.reference is not None:
         with recorder.timer("ref"):
@@ -60,7 +60,7 @@ def with_late_columns(parts: LearningParts, rows: Batch, recorder: Recorder) -> 
 
 
 def adapted_kl(parts: LearningParts, kl: AdaptiveKL, batch: Batch, recorder: Recorder) -> AdaptiveKL:
-    """Record the KL to the reference with its coefficient, and adapt the coefficient to it for the next step."""
+    """Record the KL to the reference, and adapt the coefficient for the next step."""
     algorithm = parts.settings.algorithm
     if not algorithm.kl_coefficient:
         return kl

@@ -1,4 +1,4 @@
-"""Settings become a service of teachers, each in processes of its own."""
+"""Build the teacher service from the settings; each teacher runs in its own processes."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -34,15 +34,15 @@ from rl_trainer_parts.settings.schema import Settings
 def make_teachers(
     settings: Settings, *, log_directory: Path | None, say: Callable[..., None] | None = None
 ) -> TeacherService | None:
-    """The service of the settings' teachers, not started; None without any.
+    """The teacher service, not started; None without teachers.
 
     Args:
-        settings: The run's.
-        log_directory: Where teachers write what they print.
-        say: Takes events.
+        settings: The run's settings.
+        log_directory: Where teachers write their output.
+        say: Receives events.
 
     Raises:
-        SettingsError: Routes, folders or tokenizers do not fit.
+        SettingsError: Routes, folders or tokenizers do not match.
     """
     chosen = settings.distillation
     if not chosen.teachers:
@@ -80,11 +80,11 @@ def make_teachers(
 
 
 def make_caches(settings: Settings) -> dict[str, ScoreCache]:
-    """Stored scores of each teacher; none where no cache is set.
+    """Cached scores of each teacher; empty when no cache is set.
 
     Raises:
         CacheError: Its folder cannot be used.
-        MissingExtraError: A library that it needs is not installed.
+        MissingExtraError: The cache needs a library that is not installed.
     """
     chosen = settings.distillation
     if chosen.cache is None:
@@ -105,7 +105,7 @@ def make_caches(settings: Settings) -> dict[str, ScoreCache]:
 
 
 def replica_maker(settings: Settings, name: str, *, log_directory: Path | None) -> MakeReplica:
-    """What makes a teacher's replicas, again after each death; each writes into a folder of its own."""
+    """Factory of a teacher's replicas, called again after each death; every replica has its own log folder."""
     teacher = settings.distillation.teachers[name]
     make = _engine_replica if teacher.engine == "vllm" else _megatron_replica
 
@@ -128,7 +128,7 @@ def _engine_replica(settings: Settings, name: str, cluster: ClusterOptions, inde
 
 
 def teacher_engine_options(settings: Settings, name: str) -> VLLMOptions:
-    """Options of the engine of a teacher that vLLM serves."""
+    """Engine options of a teacher that vLLM serves."""
     chosen, teacher = settings.distillation, settings.distillation.teachers[name]
     return VLLMOptions(
         dtype=teacher.dtype,
@@ -165,9 +165,9 @@ def _megatron_replica(settings: Settings, name: str, cluster: ClusterOptions, in
 
 
 def longest_trajectory(settings: Settings, teacher: TeacherOptions) -> int:
-    """Most tokens that a teacher must take: as set, or what prompts and responses can have.
+    """Maximum trajectory length of a teacher: as set, or the maximum of prompt and response.
 
-    Of a teacher that may count other tokens, twice as many, where it has the positions.
+    A teacher with another tokenizer gets twice as many, if it has the positions.
     """
     longest = settings.prompts.max_tokens + settings.rollout.max_response_tokens
     if teacher.max_model_len is not None or settings.distillation.other_tokenizer == "refuse":
@@ -176,9 +176,9 @@ def longest_trajectory(settings: Settings, teacher: TeacherOptions) -> int:
 
 
 def teacher_pool(settings: Settings, name: str) -> ResourcePool | None:
-    """What is set aside for a teacher, and for nobody else; None where it shares this machine's CPUs.
+    """Resources reserved for a teacher; None when it shares this machine's CPUs.
 
-    A slot is a rank's with Megatron, and a replica's with vLLM, whose processes are all in it.
+    A slot belongs to a rank with Megatron, and to a replica with all its processes with vLLM.
     """
     teacher = settings.distillation.teachers[name]
     cpus, gpus = teacher.resources.cpus, teacher_gpus(teacher)
@@ -196,21 +196,21 @@ def teacher_pool(settings: Settings, name: str) -> ResourcePool | None:
 
 
 def teacher_gpus(teacher: TeacherOptions) -> float:
-    """GPUs of each rank of a replica: as set, else one where this machine has any."""
+    """GPUs per rank of a replica: as set, else one if this machine has GPUs."""
     found = teacher.resources.gpus
     return float(bool(visible_gpus())) if found is None else found
 
 
 def vocab_size(folder: Path) -> int:
-    """Tokens that a model knows, as its config.json says."""
+    """Vocabulary size in the model's config.json."""
     return parse_policy_config(read_policy_config(folder)).vocab_size
 
 
 def make_aligners(settings: Settings) -> Mapping[str, TeacherAligner]:
-    """For each teacher with another tokenizer, what puts its scores at the student's tokens.
+    """For each teacher with another tokenizer, the aligner that maps its scores to the student's tokens.
 
     Raises:
-        SettingsError: A tokenizer cannot be read, or has tokens of no bytes.
+        SettingsError: A tokenizer cannot be read, or has tokens without bytes.
     """
     chosen, student = settings.distillation, settings.policy.path
     if chosen.other_tokenizer == "refuse":
@@ -241,6 +241,6 @@ def _end_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _begin_ids(tokenizer: PromptTokenizer) -> tuple[int, ...]:
-    """Tokens that a tokenizer puts before every text."""
+    """Tokens that a tokenizer adds before every text."""
     (plain,), (whole,) = (tokenizer.encode(["a"], add_special_tokens=special) for special in (False, True))
     return tuple(whole[: whole.index(plain[0])]) if plain and plain[0] in whole else ()

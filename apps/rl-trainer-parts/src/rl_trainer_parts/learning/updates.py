@@ -1,4 +1,4 @@
-"""What a step does with its batch: optimizer updates of the policy and the critic, over epochs and mini-batches."""
+"""Optimizer updates of policy and critic over the epochs and mini-batches of a step."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -16,21 +16,20 @@ from rl_trainer_parts.learning.parts import LearningParts
 def update(
     parts: LearningParts, batch: Batch, recorder: Recorder, *, step: int, kl_coefficient: float
 ) -> dict[str, Ragged]:
-    """Train on a step's batch, as often and in as many parts as the settings say.
+    """Train on a step's batch, in as many epochs and mini-batches as the settings ask for.
 
     Args:
-        parts: Of the run.
-        batch: Prepared.
-        recorder: Of the step.
-        step: Steps done before it.
-        kl_coefficient: In the loss.
+        parts: The learner's side.
+        batch: The prepared batch.
+        recorder: The step's recorder.
+        step: Number of finished steps.
+        kl_coefficient: Weight of the KL in the loss.
 
     Returns:
-        "policy_logprobs" and "entropy" of the batch's trained tokens, as they were in their first update; {} where
-        the policy did not train.
+        "policy_logprobs" and "entropy" of the trained tokens, as in their first update; {} if the policy did not train.
 
     Raises:
-        NonFiniteError: Too many updates in a row were not finite.
+        NonFiniteError: Too many consecutive updates were not finite.
     """
     settings = parts.settings
     critic_alone = parts.learners.critic is not None and step < settings.critic.head_start_steps
@@ -64,20 +63,20 @@ def update(
 
 
 def without_experts(batch: Batch) -> Batch:
-    """A batch for a model that is not the policy: it has no experts, or others."""
+    """The batch for another model than the policy, which cannot use the policy's routed experts."""
     return batch.only(batch.names - {"routed_experts"})
 
 
 def with_update(prepared: Batch, said: Mapping[str, Ragged], *, loss_mask: Ragged) -> Batch:
-    """A batch that was trained, as metrics and records tell of it.
+    """A trained batch as metrics and records show it.
 
     Args:
-        prepared: That the update took.
-        said: What `update` gave.
-        loss_mask: With the tokens that the correction rejected: they were sampled, and the update did not score them.
+        prepared: The batch that was trained.
+        said: Result of `update`.
+        loss_mask: Mask that includes the tokens rejected by the correction: sampled, but not scored by the update.
 
     Returns:
-        The batch with that mask and what the update said, NaN where it did not score.
+        The batch with that mask and the update's results; NaN where the update did not score.
     """
     trained, mask = prepared.ragged("loss_mask").values, loss_mask.values
     unscored = mask & ~trained
@@ -91,7 +90,7 @@ def with_update(prepared: Batch, said: Mapping[str, Ragged], *, loss_mask: Ragge
 
 
 def _in_row_order(batch: Batch, seen: list[tuple[Batch, StepResult]]) -> dict[str, Ragged]:
-    """What updates said of the tokens of a batch's parts; rows in none of them are 0."""
+    """Merge per-token results of mini-batches; rows in none of them get 0."""
     ids = batch.ragged("input_ids")
     row_of = {key: row for row, key in enumerate(batch.keys)} if len(seen) > 1 else {}
     found: dict[str, Ragged] = {}
@@ -107,12 +106,12 @@ def _in_row_order(batch: Batch, seen: list[tuple[Batch, StepResult]]) -> dict[st
 
 
 def minibatches(batch: Batch, *, count: int, epochs: int) -> Iterator[Batch]:
-    """Parts of a batch with whole groups, as equal as can be; once for each epoch.
+    """Split a batch into mini-batches of whole groups, as equal as possible; repeated for each epoch.
 
     Args:
-        batch: Of a step.
-        count: Parts; fewer where there are fewer groups.
-        epochs: How often to go through.
+        batch: A step's batch.
+        count: Mini-batches; fewer if there are fewer groups.
+        epochs: Number of passes.
     """
     group = batch.group_index()
     num_groups = int(group.max()) + 1
@@ -129,7 +128,7 @@ def minibatches(batch: Batch, *, count: int, epochs: int) -> Iterator[Batch]:
 
 
 def _record(parts: LearningParts, recorder: Recorder, who: str, result: StepResult, batch: Batch) -> None:
-    """Record an update, and count it where it was skipped."""
+    """Record an update, and count it if it was skipped."""
     recorder.record(f"{who}/skipped_updates", 0.0 if result.is_applied else 1.0)
     parts.skipped.check(result, batch, what=who)
     if not result.is_applied:

@@ -1,11 +1,11 @@
-"""What users see of a run."""
+"""The console of a run."""
 
 from rl_metrics.trackers import ConsoleTracker
 from rl_trainer_parts.settings.schema import Settings
 
 
 def make_console(settings: Settings) -> ConsoleTracker:
-    """A live display in a terminal, plain lines elsewhere, or what `metrics.console` says."""
+    """The console that `metrics.console` selects; by default a live display in a terminal, plain lines elsewhere."""
     return ConsoleTracker(
         kind=settings.metrics.console,
         hidden=settings.zero_metrics,

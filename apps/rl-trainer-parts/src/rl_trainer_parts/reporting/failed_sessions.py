@@ -1,4 +1,4 @@
-"""Sessions that failed, or whose reward failed and counts 0: counted, told once a step, and some written down."""
+"""Failed sessions, and sessions whose failed reward counts as 0: counted, reported once a step, partly recorded."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,23 +13,23 @@ from rl_trainer_parts.settings.schema import Settings
 EVENT = "sessions_failed"
 
 MAX_WRITTEN = 4
-"""Failed sessions of a step that are written down."""
+"""Maximum number of failed sessions recorded per step."""
 
 OF_A_REWARD = re.compile(r"(part '.*' of the reward: )*reward function ", re.DOTALL)
-"""How the reason of a session begins whose reward failed."""
+"""Pattern of a failure reason that comes from the reward."""
 
 REWARD_FAILURE = "reward_failure"
-"""Extra of a reward that counts 0 as it failed."""
+"""Extra that marks a reward of 0 after a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedSessions:
-    """What went wrong in some sessions.
+    """Failures in a set of sessions.
 
     Attributes:
-        failed: Answers of those that failed.
-        zeroed: Answers whose reward, or a part of it, counts 0 as it failed, each with the reason.
-        num_sessions: Of all.
+        failed: Answers of failed sessions.
+        zeroed: Answers whose reward, or a part of it, failed and counts as 0, with the reason.
+        num_sessions: Number of all sessions.
     """
 
     failed: Sequence[Answer]
@@ -51,16 +51,16 @@ class FailedSessions:
 
     @property
     def num_rewards(self) -> int:
-        """Sessions without a reward that can be believed."""
+        """Number of sessions without a usable reward."""
         return sum(OF_A_REWARD.match(one.failure or "") is not None for one in self.failed) + len(self.zeroed)
 
     def tell(self, say: Callable[..., None], *, during: str, **fields: Any) -> None:
-        """Write the event where there are any.
+        """Log the event if there are failures.
 
         Args:
-            say: Writes an event.
-            during: What they were run for, such as "training".
-            fields: More of the event.
+            say: Logs an event.
+            during: What the sessions were for, such as "training".
+            fields: Further fields of the event.
         """
         reasons = [(one, one.failure) for one in self.failed] + [*self.zeroed]
         if reasons:
@@ -80,11 +80,11 @@ class FailedSessions:
             )
 
     def drafts(self, settings: Settings, *, step: int) -> list[RolloutDraft]:
-        """Some of those that failed, for rollouts.jsonl.
+        """Some failed sessions, as records for rollouts.jsonl.
 
         Args:
-            settings: Of the run.
-            step: That would have trained on them, from 1.
+            settings: The run's settings.
+            step: The step they belong to, from 1.
         """
         written: list[Answer] = []
         left = settings.metrics.log_rollout_tokens
@@ -103,7 +103,7 @@ class FailedSessions:
 
 
 def told(event: Mapping[str, Any]) -> str:
-    """The event as a line for people."""
+    """The event as a line of text."""
     failed, zeroed, total = event["num_failed"], event["num_zeroed"], event["num_sessions"]
     said = []
     if failed:
@@ -120,7 +120,7 @@ def told(event: Mapping[str, Any]) -> str:
 
 
 def _reward_failures(extras: Mapping[str, Any]) -> Iterator[str]:
-    """Why the reward of a session, or a part of it, counts 0."""
+    """Why a session's reward, or a part of it, counts as 0."""
     for one in (extras, *extras.values()):
         if isinstance(one, Mapping) and REWARD_FAILURE in one:
             yield str(one[REWARD_FAILURE])

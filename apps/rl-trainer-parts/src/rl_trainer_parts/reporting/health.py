@@ -1,4 +1,4 @@
-"""Judging a run while it trains: a tracker that writes health.json, tells findings, and pauses a sick run."""
+"""Health checks during training: a tracker that writes health.json, reports findings and can pause a run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -44,15 +44,15 @@ def watch_health(
     events: EventLog,
     stop: StopSignal,
 ) -> None:
-    """Have a run judged while it trains, where the settings want that.
+    """Add the health tracker, if the settings enable it.
 
     Args:
-        settings: Of the run.
-        folder: Of the run.
-        trackers: Take the metrics of each step; one is added.
-        console: Told of findings.
-        events: Likewise.
-        stop: Asked to pause.
+        settings: The run's settings.
+        folder: The run's folder.
+        trackers: Receive the metrics of each step; the health tracker is added to them.
+        console: Shows findings.
+        events: Logs findings.
+        stop: Used to pause the run.
     """
     if not settings.health.enabled:
         return
@@ -74,9 +74,9 @@ def watch_health(
 
 
 class HealthWatch:
-    """A tracker that judges the run every so many steps, at its last step, and when it ends.
+    """Tracker that checks the run's health every N steps, at its last step and when it ends.
 
-    As every tracker it stops no run by a fault of its own: the `Fanout` warns once, and leaves it out.
+    Like any tracker, it never stops a run by its own failure: `Fanout` warns once and drops it.
     """
 
     def __init__(
@@ -90,19 +90,19 @@ class HealthWatch:
         stop: StopSignal,
         family: Family = "policy_gradient",
     ) -> None:
-        """Read what earlier launches left.
+        """Read the state that earlier launches left.
 
         Args:
-            settings: When to judge, by what, and on what to pause.
-            folder: The run's.
-            last_step: At which the run ends; it does not pause there.
-            console: Told of findings.
-            events: Likewise.
-            stop: Asked to pause.
-            family: What the run learns from: rules that say nothing of it are left out.
+            settings: When to check, by which rules, and on which to pause.
+            folder: The run's folder.
+            last_step: The run's last step; the tracker does not pause there.
+            console: Shows findings.
+            events: Logs findings.
+            stop: Used to pause the run.
+            family: What the run learns from; rules that do not apply to it are skipped.
 
         Raises:
-            SettingsError: There is no such rule or threshold.
+            SettingsError: A rule or threshold is unknown.
         """
         self._settings = settings
         self._family = family
@@ -120,7 +120,7 @@ class HealthWatch:
         self._is_judged = True
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note the metrics of a step; judge where that is due."""
+        """Record the metrics of a step, and check health if due."""
         if self._first_step is None:
             self._first_step = step
         self._history.add(step, metrics)
@@ -131,18 +131,18 @@ class HealthWatch:
                 self._pause(verdict)
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note metrics that come after those of later steps."""
+        """Record metrics that arrive after those of later steps."""
         self._history.add_late(step, metrics)
         self._is_judged = False
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
-        """Samples say nothing here."""
+        """Samples do not affect health."""
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Nor do distributions."""
 
     def close(self) -> None:
-        """Judge the run as it ended; of one that failed, the error has said enough."""
+        """Check the finished run; a failed run already reported its error."""
         events = read_events(self._folder / EVENTS) if (self._folder / EVENTS).is_file() else []
         has_failed = any(event["event"] == "run_failed" for event in events[-1:])
         if len(self._history) and has_failed:
@@ -167,7 +167,7 @@ class HealthWatch:
         )  # not synced: the next verdict is as good, and the loop does not wait for disks
 
     def _tell(self, verdict: Verdict) -> None:
-        """Say what is new or worse, and what is over, once each."""
+        """Report new or worse findings, and findings that are over, once each."""
         for finding in verdict.findings:
             before = self._told.get(finding.rule)
             if before is None or SEVERITY_RANKS[before] < SEVERITY_RANKS[finding.severity]:
@@ -199,7 +199,7 @@ class HealthWatch:
         )
 
     def _may_pause(self, step: int) -> bool:
-        """Not at the last step; nor before a run that goes on had its time to recover."""
+        """False at the last step, and while a resumed run still has time to recover."""
         if step >= self._last_step or self._first_step is None:
             return False
         return not self._is_resumed or step >= self._first_step - 1 + self._settings.every
@@ -217,7 +217,7 @@ class HealthWatch:
 
 
 def _findings_before(folder: Path) -> tuple[Finding, ...]:
-    """The findings that an earlier launch told; none where its file is missing or torn."""
+    """Findings that an earlier launch reported; empty if the file is missing or torn."""
     with suppress(ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
         return Verdict.from_json(read_json_object(folder / FILE)).findings
     return ()

@@ -1,4 +1,4 @@
-"""report.html: written while a run goes on, and at its end, by a process beside it."""
+"""Write report.html during and after a run, in a separate process."""
 
 import subprocess
 import sys
@@ -14,24 +14,24 @@ from rl_metrics.run_files import GenerationSample
 log = structlog.get_logger(__name__)
 
 REPORT_S = 120.0
-"""Longest that a report may take."""
+"""Maximum time for one report."""
 
 MESSAGE_LENGTH = 500
-"""Characters that are told of what a report said when it failed."""
+"""Number of characters of a failed report's output to show."""
 
 
 class ReportWriter:
-    """A tracker that has `rl-metrics report` write the run's page; it costs the run the start of a process.
+    """Tracker that runs `rl-metrics report` in a separate process.
 
-    A report that fails is warned of and stops nothing. While one is being written no other is begun.
+    A report that fails causes a warning and never stops the run. Only one report is written at a time.
     """
 
     def __init__(self, folder: Path, *, every: int) -> None:
-        """Name the run.
+        """Set the run folder and the interval.
 
         Args:
-            folder: The run's.
-            every: Steps between two reports; 0 writes none while the run goes on. One is written at the end.
+            folder: The run's folder.
+            every: Steps between two reports; 0 writes one only at the end.
         """
         self._folder = folder
         self._every = every
@@ -40,7 +40,7 @@ class ReportWriter:
         self._has_steps = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: ARG002 - it reads the files
-        """Begin a report where one is due."""
+        """Start a report if one is due."""
         self._has_steps = True
         if self._every and step and step % self._every == 0 and self._is_idle():
             self._start()
@@ -55,7 +55,7 @@ class ReportWriter:
         """Nothing is due."""
 
     def close(self) -> None:
-        """Write the last report, and wait for it. Can be called twice."""
+        """Write the final report and wait for it. Can be called twice."""
         running, self._running = self._running, None
         if running is not None:  # what it would show is old
             running.kill()
@@ -78,7 +78,7 @@ class ReportWriter:
         )
 
     def _is_idle(self) -> bool:
-        """False while a report is being written, unless it takes too long."""
+        """True if no report is being written, or the running one takes too long."""
         if self._running is not None:
             if self._running.poll() is None and time.monotonic() < self._ends_at:
                 return False
@@ -86,7 +86,7 @@ class ReportWriter:
         return True
 
     def _finish(self, timeout_s: float) -> None:
-        """Wait for the report that is being written, and tell how it failed where it did."""
+        """Wait for the running report, and warn if it failed."""
         running, self._running = self._running, None
         if running is None:
             return

@@ -1,4 +1,4 @@
-"""rollouts.jsonl: which trajectories of a step are written down, and what of them."""
+"""rollouts.jsonl: which trajectories of a step are recorded, and with which fields."""
 
 import hashlib
 import json
@@ -18,13 +18,13 @@ from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.settings.schema import Settings
 
 EXTRA = "_rollout"
-"""Name among a row's extras of what its columns do not say; an agent loop's own extra of this name is not kept."""
+"""Key of the record's own fields in a row's extras; an agent loop's extra of the same name is dropped."""
 
 MAX_EXTRAS = 4096
-"""Characters of a trajectory's other extras that are written down."""
+"""Maximum number of characters of a trajectory's other extras."""
 
 NUM_SAID = 9
-"""Values that are there by this name: a list is made, and travels, quicker than a table."""
+"""Names of positional values; a list is faster to build and send than a table."""
 
 COLUMNS = {"versions": "policy_versions"} | {name: name for name in FLOAT_COLUMNS}
 """Columns of a batch by their name in the file."""
@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 
 def rollout_extras(prompt: Prompt, trajectory: Trajectory) -> dict[str, Json]:
-    """A trajectory's extras with what rollouts.jsonl says of it beside its tokens; it goes through the queue."""
+    """A trajectory's extras plus the fields that rollouts.jsonl needs; they travel through the queue."""
     timings, truth = trajectory.timings, prompt.ground_truth
     said: list[Json] = [
         prompt.data_source,
@@ -50,19 +50,17 @@ def rollout_extras(prompt: Prompt, trajectory: Trajectory) -> dict[str, Json]:
 
 
 RolloutDraft = tuple[tuple[int, ...], RolloutRow]
-"""A trajectory that is to be written down, without its texts: who learns need not have a tokenizer.
-
-The tokens of its prompt, and the rest with the column token_ids."""
+"""A trajectory to record, without its texts, because the learner may not have a tokenizer."""
 
 
 def draft_rollouts(settings: Settings, batch: Batch, *, step: int, version: int) -> list[RolloutDraft]:
-    """Some of a step's trajectories; see `choose_rows`.
+    """Draft the records of some of a step's trajectories; see `choose_rows`.
 
     Args:
-        settings: Of the run.
-        batch: That the step trained on, with what its update said of the tokens.
-        step: Its number, from 1.
-        version: Policy version of the weights that it began with.
+        settings: The run's settings.
+        batch: The step's trained batch, with the update's per-token results.
+        step: Step number, from 1.
+        version: Policy version at the start of the step.
     """
     metrics = settings.metrics
     if not metrics.log_rollouts or not len(batch):
@@ -77,7 +75,7 @@ def draft_rollouts(settings: Settings, batch: Batch, *, step: int, version: int)
 
 
 def draft_rows(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraft]:
-    """All rows of a batch; see `draft_rollouts`."""
+    """Draft the records of all rows; see `draft_rollouts`."""
     ids, mask = batch.ragged("input_ids"), batch.ragged("loss_mask")
     present = {name: batch.ragged(column) for name, column in COLUMNS.items() if column in batch}
     rewards = batch.dense("reward") if "reward" in batch else np.full(len(batch), np.nan)
@@ -106,14 +104,14 @@ def draft_rows(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraf
 
 
 class RolloutWriter:
-    """Gives drafts their texts and writes them down; whatever fails stops no run: it warns once."""
+    """Adds texts to drafts and writes them. A failure causes one warning and never stops a run."""
 
     def __init__(self, path: Path, tokenizer: PromptTokenizer) -> None:
-        """Name the file; it is made with the first trajectory.
+        """Set the file, which is created with the first trajectory.
 
         Args:
             path: Such as `run/rollouts.jsonl`.
-            tokenizer: Of the policy.
+            tokenizer: The policy's tokenizer.
         """
         self._path = path
         self._tokenizer = tokenizer
@@ -123,11 +121,11 @@ class RolloutWriter:
         self._held: list[RolloutDraft] = []
 
     def hold(self, drafts: Sequence[RolloutDraft]) -> None:
-        """Keep trajectories of the step under way until its others are written, or until the end."""
+        """Keep trajectories of the current step until its others are written, or until the end."""
         self._held += drafts
 
     def write(self, drafts: Sequence[RolloutDraft]) -> None:
-        """Write the trajectories of one step."""
+        """Write one step's trajectories."""
         drafts, self._held = [*drafts, *self._held], []
         if self._is_off or not drafts:
             return
@@ -140,7 +138,7 @@ class RolloutWriter:
             self.close()
 
     def close(self) -> None:
-        """Close the file; nothing is written from then on. Can be called twice."""
+        """Close the file and ignore later writes. Can be called twice."""
         if self._held and not self._is_off:
             self.write([])
         self._is_off = True
@@ -158,7 +156,7 @@ class RolloutWriter:
         ]
 
     def _texts(self, ids: Sequence[int]) -> tuple[str, ...]:
-        """The text of each token by itself."""
+        """The text of each token on its own."""
         new = [token for token in dict.fromkeys(ids) if token not in self._pieces]
         texts = self._tokenizer.decode([[token] for token in new], skip_special_tokens=False)
         self._pieces |= dict(zip(new, texts, strict=True))
@@ -166,18 +164,18 @@ class RolloutWriter:
 
 
 def choose_rows(batch: Batch, *, count: int, max_tokens: int, seed: int) -> list[int]:
-    """Rows that are written down: the worst, the slowest, the best of the worst one's group, and a draw by pairs.
+    """Choose rows to record: the worst, the slowest, the best in the worst one's group, then random pairs.
 
-    Each brings the other trajectories of its session along: a report shows them as a tree.
+    Each row brings along the other trajectories of its session, because a report shows them as a tree.
 
     Args:
-        batch: Of a step.
-        count: Most rows.
-        max_tokens: Most tokens of them together; one row is chosen in any case.
-        seed: Of the draw.
+        batch: A step's batch.
+        count: Maximum number of rows.
+        max_tokens: Maximum number of their tokens; at least one row is chosen.
+        seed: Seed of the random choice.
 
     Returns:
-        Rising row numbers.
+        Row numbers in ascending order.
     """
     lengths = batch.ragged("input_ids").lengths - batch.dense("num_prompt_tokens")
     slowest = int(np.argmax([_took_s(extras) for extras in batch.extras]))
@@ -199,7 +197,7 @@ def choose_rows(batch: Batch, *, count: int, max_tokens: int, seed: int) -> list
 
 
 def _by_pairs(batch: Batch, drawn: Sequence[int]) -> Iterator[int]:
-    """The rows as drawn, each with another one of its group behind it: a report shows two responses side by side."""
+    """The rows in random order, each followed by another of its group, because a report shows pairs."""
     prompts = batch.keys.prompts.tolist()
     waiting: dict[int, list[int]] = {}
     for row in reversed(drawn):
@@ -213,7 +211,7 @@ def _by_pairs(batch: Batch, drawn: Sequence[int]) -> Iterator[int]:
 
 
 def _whole_sessions(batch: Batch, rows: Sequence[int]) -> Iterator[int]:
-    """Rows, each with all of its session."""
+    """Rows together with all rows of their sessions."""
     sessions = list(zip(batch.keys.prompts.tolist(), batch.keys.sessions.tolist(), strict=True))
     of_session: dict[tuple[int, int], list[int]] = {}
     for row, session in enumerate(sessions):
@@ -223,7 +221,7 @@ def _whole_sessions(batch: Batch, rows: Sequence[int]) -> Iterator[int]:
 
 
 def bounded(extras: Mapping[str, Json]) -> dict[str, Json]:
-    """Extras that are together about `MAX_EXTRAS` characters of JSON: what is too long is cut, and then text."""
+    """Extras limited to about `MAX_EXTRAS` characters of JSON; longer values are cut and become text."""
     written = {name: json.dumps(value, ensure_ascii=False) for name, value in extras.items()}
     kept: dict[str, Json] = {}
     left = MAX_EXTRAS
@@ -236,7 +234,7 @@ def bounded(extras: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def problem_id(prompt_ids: IntArray) -> str:
-    """Names a problem by its tokens: the same in every epoch, and in every run of the same prompts."""
+    """Name a prompt by its tokens, so that it is the same in every epoch and in every run."""
     return hashlib.blake2b(np.ascontiguousarray(prompt_ids, dtype=np.int32).tobytes(), digest_size=8).hexdigest()
 
 
@@ -246,7 +244,7 @@ def _took_s(extras: Mapping[str, Json]) -> float:
 
 
 def _said(extras: Mapping[str, Json]) -> dict[str, Any]:
-    """What `rollout_extras` put there; nothing where the row was put by a run that writes none down."""
+    """The fields that `rollout_extras` added; empty if the run that put the row records none."""
     said = extras.get(EXTRA)
     if not _is_said(said):
         return {}

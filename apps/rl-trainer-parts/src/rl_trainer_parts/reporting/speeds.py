@@ -1,4 +1,4 @@
-"""What follows from a step's times: milliseconds a token, and how much of the devices' peak was used."""
+"""Speed metrics of a step: milliseconds per token and share of the devices' peak."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -10,16 +10,16 @@ from rl_metrics.reductions import model_flops_utilization, per_token_times
 from rl_trainer_parts.settings.schema import Settings
 
 TRAINING_PASSES = 3
-"""A backward pass takes as many operations as two forward passes."""
+"""FLOPs of a backward pass, in forward passes."""
 
 
 def with_speeds(settings: Settings, metrics: Mapping[str, float], batch: Batch) -> dict[str, float]:
-    """A step's metrics with `timing_per_token_ms/*` and, where `metrics.peak_tflops` is set, `perf/mfu/*`.
+    """A step's metrics plus `timing_per_token_ms/*` and, if `metrics.peak_tflops` is set, `perf/mfu/*`.
 
     Args:
-        settings: Of the run.
-        metrics: Of the step, with the times of its phases.
-        batch: That it trained on.
+        settings: The run's settings.
+        metrics: The step's metrics, with the times of its phases.
+        batch: The trained batch.
     """
     found = dict(metrics) | per_token_times(metrics)
     peak_tflops = settings.metrics.peak_tflops

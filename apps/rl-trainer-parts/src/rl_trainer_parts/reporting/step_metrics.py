@@ -1,4 +1,4 @@
-"""What both trainers say of a step's batch and of its sessions."""
+"""Metrics of a step's batch and sessions, in both trainers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -24,13 +24,13 @@ from rl_trainer_parts.settings.schema import Settings
 
 
 def summarize_step(settings: Settings, batch: Batch, *, version: int, step_s: float) -> dict[str, float]:
-    """Rewards, lengths, staleness, mismatch and speed of what a step trained on.
+    """Rewards, lengths, staleness, mismatch and speed of a step's batch.
 
     Args:
-        settings: Of the run.
-        batch: With `old_logprobs` only where these were recomputed.
-        version: Policy version of the weights that the step began with.
-        step_s: Seconds of the step.
+        settings: The run's settings.
+        batch: The trained batch; it has `old_logprobs` only if they were recomputed.
+        version: Policy version at the start of the step.
+        step_s: Duration of the step in seconds.
     """
     num_tokens = len(batch.ragged("input_ids").values)
     if "reward" not in batch:  # texts, which no policy of this run sampled
@@ -50,36 +50,36 @@ def summarize_step(settings: Settings, batch: Batch, *, version: int, step_s: fl
 
 
 def make_memory_watch(settings: Settings, owner: str, *, say: Callable[..., None] | None = None) -> MemoryWatch:
-    """Measures the memory of this process as often as the settings say.
+    """Measures this process's memory as often as the settings ask for.
 
     Args:
-        settings: Of the run.
-        owner: Role of this process.
-        say: Writes an event; None names no lines of code.
+        settings: The run's settings.
+        owner: This process's role.
+        say: Logs an event; None records no lines of code.
     """
     chosen = settings.metrics
     return MemoryWatch(owner, say=say, every=chosen.details_every, is_traced=chosen.trace_memory)
 
 
 def has_distributions(settings: Settings, step: int) -> bool:
-    """Whether distributions of a step are due; it counts from 1."""
+    """True if a step's histograms are due; steps count from 1."""
     every = settings.metrics.details_every
     return bool(every) and (step - 1) % every == 0
 
 
 def record_distributions(batch: Batch, recorder: Recorder) -> None:
-    """Record what a step trained on as histograms.
+    """Record histograms of a step's batch.
 
     Args:
-        batch: As `summarize_step` takes it.
-        recorder: Of the step.
+        batch: As in `summarize_step`.
+        recorder: The step's recorder.
     """
     for name, values in batch_distributions(batch).items():
         recorder.record_values(name, values)
 
 
 def summarize_sessions(groups: Sequence[GroupResult]) -> dict[str, float]:
-    """What audits found in the sessions of groups, and what the gateway counted in them."""
+    """Audit findings of the groups' sessions, and the gateway's counts."""
     told = [one.trajectories[-1].extras for group in groups for one in group.sessions if one.trajectories]
     rescored = [group.rescored for group in groups]
     metrics = {
@@ -96,7 +96,7 @@ def summarize_sessions(groups: Sequence[GroupResult]) -> dict[str, float]:
 
 
 def slowest_session(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Fields of the event `slowest_session`: which it was, and where its time went."""
+    """Fields of the event `slowest_session`: the session, and how its time was spent."""
     slowest = trajectories[slowest_trajectory([trajectory.timings for trajectory in trajectories])]
     return {
         "prompt_uid": slowest.prompt_uid,

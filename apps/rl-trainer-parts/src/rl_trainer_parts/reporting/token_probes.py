@@ -1,4 +1,4 @@
-"""probes.jsonl: what the policy thinks at a few tokens of known responses, once a validation."""
+"""probes.jsonl: the policy's alternatives at a few fixed tokens, at each validation."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,29 +16,29 @@ from rl_rollout.rollouter import PolicyScores
 from rl_trainer_parts.rollouts.answers import Answer, first_answers
 
 CANDIDATES = 5
-"""Likeliest tokens that are written down."""
+"""Number of alternatives recorded."""
 
 DEADLINE_S = 120.0
-"""Longest wait for what the policy thinks; then nobody is asked any more."""
+"""Maximum time for the probes; after a timeout there are no more."""
 
 MAX_TOKENS = 2048
-"""Tokens of a prompt and response up to the one that is asked about; longer ones are not probed."""
+"""Maximum context of a probed token; longer ones are not probed."""
 
 log = structlog.get_logger(__name__)
 
 
 Score = Callable[[Sequence[IntArray], int], Awaitable[PolicyScores]]
-"""Asks whoever has the policy's weights of now: sequences, and how many of the likeliest tokens."""
+"""Scores sequences with the current weights, and returns the top alternatives per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenProbe:
-    """A token of a response, of which the policy is asked again and again.
+    """A response token that is probed at every validation.
 
     Attributes:
-        name: Of the problem, and the token's place.
-        ids: [T] tokens of the prompt and of the response, up to the token that is asked about.
-        num_prompt_tokens: Of these, tokens of the prompt.
+        name: The problem's name and the token's position.
+        ids: [T] tokens of prompt and response before the probed token.
+        num_prompt_tokens: Number of prompt tokens in `ids`.
     """
 
     name: str
@@ -47,25 +47,25 @@ class TokenProbe:
 
     @property
     def position(self) -> int:
-        """Of the token in the response, from 0."""
+        """Position of the token in the response, from 0."""
         return len(self.ids) - self.num_prompt_tokens - 1
 
 
 class TokenProbes:
-    """Chooses tokens at a run's first validation, those of which the policy is least sure, and asks at each one.
+    """Chooses the least certain tokens at a run's first validation, and probes them at every validation.
 
-    A resumed run goes on with the tokens that it finds in the file. An engine that fails or takes too long, and a file
-    that cannot be written, stop no run: one warning, and no probes from then on.
+    A resumed run continues with the tokens in the file. If the engine fails or takes too long, or the file cannot be
+    written, one warning is logged and probing stops; the run continues.
     """
 
     def __init__(self, path: Path, tokenizer: PromptTokenizer, *, count: int, deadline_s: float = DEADLINE_S) -> None:
-        """Name the file; it is made with the first probe.
+        """Set the file, which is created with the first probe.
 
         Args:
             path: Such as `run/probes.jsonl`.
-            tokenizer: Of the policy.
-            count: Tokens that are asked about; 0 asks about none.
-            deadline_s: Longest wait at one validation.
+            tokenizer: The policy's tokenizer.
+            count: Number of probed tokens; 0 probes none.
+            deadline_s: Maximum time per validation.
         """
         self._path = path
         self._tokenizer = tokenizer
@@ -75,12 +75,12 @@ class TokenProbes:
         self._is_off = count == 0
 
     async def ask(self, score: Score, answers: Sequence[Answer], *, step: int) -> None:
-        """Ask about the chosen tokens, and write the answers down.
+        """Probe the chosen tokens and record the result.
 
         Args:
-            score: Asks an engine with the policy's weights of now.
-            answers: Of the validation, from which a run's first probes are chosen.
-            step: Optimizer steps done.
+            score: Scores with the policy's current weights.
+            answers: The validation's answers, from which a new run chooses its tokens.
+            step: Number of optimizer steps.
         """
         if self._is_off:
             return
@@ -105,7 +105,7 @@ class TokenProbes:
             self._write(found, step=step)
 
     async def _choose(self, score: Score, answers: Sequence[Answer]) -> list[TokenProbe]:
-        """Of the first problems' responses, the tokens of which the policy is least sure, at most two of each."""
+        """The least certain tokens of the first problems' responses, at most two per response."""
         rows = [one.trajectory for one in first_answers(one for one in answers if one.failure is None)]
         rows = [row for row in rows if len(row.input_ids) <= MAX_TOKENS and row.loss_mask.any()][: self._count]
         found = await score([row.input_ids for row in rows], 1) if rows else None
@@ -156,10 +156,10 @@ class TokenProbes:
 
 
 def _error_of(asking: "asyncio.Future[None]", deadline_s: float) -> str | None:
-    """Why nothing was learnt; None where something was.
+    """Why the probes failed; None if they succeeded.
 
-    What takes too long is left to itself: to cancel it might break off something that others need, such as the restart
-    of a role that died meanwhile.
+    A call that takes too long is left running: cancelling it could break something that others need, such as the
+    restart of a role that has died.
     """
     if not asking.done():
         asking.add_done_callback(lambda late: late.cancelled() or late.exception())
@@ -171,7 +171,7 @@ def _error_of(asking: "asyncio.Future[None]", deadline_s: float) -> str | None:
 
 
 def _read_probes(path: Path) -> list[TokenProbe]:
-    """Those of the file, in their order; none where it is missing, and no line that holds none."""
+    """Records in the file, in order; empty if it is missing, and without unreadable lines."""
     probes: dict[str, TokenProbe] = {}
     try:
         for row in read_json_lines(path):

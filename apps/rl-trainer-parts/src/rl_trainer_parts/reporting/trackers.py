@@ -1,4 +1,4 @@
-"""The trackers that the settings ask for."""
+"""Build the trackers that the settings select."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +13,13 @@ from rl_trainer_parts.settings.schema import Settings
 def make_trackers(
     settings: Settings, folder: Path, console: ConsoleTracker, *, ending: Callable[[], Ending] = lambda: "finished"
 ) -> Fanout:
-    """metrics.jsonl and the console, and what `metrics.trackers` names.
+    """metrics.jsonl, the console, and the trackers in `metrics.trackers`.
 
     Args:
-        settings: Of the run.
-        folder: The run's.
+        settings: The run's settings.
+        folder: The run's folder.
         console: Shows progress.
-        ending: Asked how the run ended when the trackers are closed.
+        ending: Returns how the run ended, when the trackers are closed.
 
     Raises:
         MissingExtraError: A tracker's library is not installed.

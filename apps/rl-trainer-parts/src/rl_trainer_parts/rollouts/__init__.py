@@ -1,1 +1,1 @@
-"""Problems, engines, skip caches and validation of a run."""
+"""Prompts, engines, skip caches and validation of a run."""

@@ -1,4 +1,4 @@
-"""Answers to validation and test problems, as both trainers have them, whoever gave them."""
+"""Answers to validation and test prompts, in both trainers and from any engine."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,19 +14,18 @@ from rl_rollout import GroupResult
 from rl_rollout.prompts import PromptTokenizer
 
 PREDICTION = "pred"
-"""Extra of a reward that says what the response answers; verl's name."""
+"""Extra of a reward with the response's extracted answer; verl's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one session made of a problem; several sessions of a problem are several answers.
+    """The result of one session; a prompt with several sessions has several answers.
 
     Attributes:
-        prompt: The problem.
-        trajectory: The response, whose session_index says which of the problem's it is; the prompt alone where there
-            is none.
-        failure: Why the session failed, whose reward does not count; None when it did not.
-        source: The process that gave it, such as "rollouter".
+        prompt: The prompt.
+        trajectory: The response; its session_index identifies the session. Only the prompt if the session failed.
+        failure: Why the session failed; its reward does not count. None if it succeeded.
+        source: The process that answered, such as "rollouter".
     """
 
     prompt: Prompt
@@ -36,33 +35,33 @@ class Answer:
 
     @property
     def reward(self) -> float:
-        """NaN where there is none."""
+        """The reward; NaN if there is none."""
         reward = None if self.failure is not None else self.trajectory.reward
         return math.nan if reward is None else reward
 
     @property
     def components(self) -> Mapping[str, float]:
-        """Of the reward, by name."""
+        """The reward's components by name."""
         return self.trajectory.reward_components if self.failure is None else {}
 
     @property
     def prediction(self) -> str | None:
-        """What it answers, for majority votes; None where that is not known."""
+        """The extracted answer for majority votes; None if unknown."""
         return prediction_in(self.trajectory.extras) if self.failure is None else None
 
 
 def prediction_in(extras: Mapping[str, Any]) -> str | None:
-    """What a response answers, for majority votes: text or a number that its reward gave as the extra "pred"."""
+    """A response's answer for majority votes: the text or number in the reward's extra "pred"."""
     found = extras.get(PREDICTION)
     return str(found) if isinstance(found, str | int | float) else None
 
 
 def answers_of(groups: Iterable[GroupResult], *, source: str) -> list[Answer]:
-    """One answer a session, in order.
+    """One answer per session, in order.
 
     Args:
-        groups: Sessions of each problem.
-        source: The process that gave them.
+        groups: Sessions of each prompt.
+        source: The process that answered.
     """
     return [
         Answer(
@@ -77,7 +76,7 @@ def answers_of(groups: Iterable[GroupResult], *, source: str) -> list[Answer]:
 
 
 def first_answers(answers: Iterable[Answer]) -> list[Answer]:
-    """Of each problem the first of its answers that are given, in the order of problems."""
+    """The first answer to each prompt, in the prompts' order."""
     first: dict[str, Answer] = {}
     for answer in answers:
         first.setdefault(answer.prompt.uid, answer)
@@ -85,11 +84,11 @@ def first_answers(answers: Iterable[Answer]) -> list[Answer]:
 
 
 def generation_samples(answers: Sequence[Answer], tokenizer: PromptTokenizer) -> list[GenerationSample]:
-    """Answers as people read them.
+    """Answers as readable text.
 
     Args:
-        answers: To show.
-        tokenizer: Of the policy.
+        answers: The answers.
+        tokenizer: The policy's tokenizer.
     """
     rows = [answer.trajectory for answer in answers]
     inputs = tokenizer.decode([row.input_ids[: row.num_prompt_tokens] for row in rows])  # at once: each alone is slow
@@ -114,7 +113,7 @@ def _sample(answer: Answer, given: str, output: str) -> GenerationSample:
 
 
 def _nothing(prompt: Prompt, session_index: int) -> Trajectory:
-    """The prompt alone, where nothing was answered."""
+    """A trajectory of only the prompt, for a failed session."""
     num_tokens = len(prompt.input_ids)
     return Trajectory(
         prompt_uid=prompt.uid,

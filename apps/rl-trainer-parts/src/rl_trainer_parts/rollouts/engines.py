@@ -1,4 +1,4 @@
-"""Settings become an engine, in this process or in processes of its own."""
+"""Build the engine from the settings, in this process or in others."""
 
 import asyncio
 from dataclasses import fields, replace
@@ -15,12 +15,12 @@ from rl_trainer_parts.settings.schema import Settings
 def make_engine(
     settings: Settings, policy: Path, *, log_directory: Path | None = None, serves_adapter: bool = True
 ) -> RolloutEngine:
-    """The engine of the settings on a Hugging Face folder; its `start` loads it.
+    """The engine for a Hugging Face folder; `start` loads the model.
 
     Args:
-        settings: The run's.
-        policy: The folder.
-        log_directory: Where engines in processes of their own write what they print.
+        settings: The run's settings.
+        policy: Hugging Face folder.
+        log_directory: Where engines in other processes write their output.
         serves_adapter: See `engine_options`.
     """
     options = engine_options(settings, serves_adapter=serves_adapter)
@@ -39,11 +39,11 @@ def make_engine(
 
 
 async def start_within(engine: RolloutEngine, settings: Settings) -> None:
-    """Start an engine in the time of the settings.
+    """Start an engine within `rollout.start_deadline_s`.
 
     Raises:
-        DeadlineError: It took longer.
-        EngineError: It cannot start.
+        DeadlineError: The start took longer.
+        EngineError: The engine cannot start.
     """
     limit = asyncio.timeout(settings.rollout.start_deadline_s)
     try:
@@ -67,15 +67,15 @@ def make_replica(
     log_directory: Path | None = None,
     options: Any = None,
 ) -> RolloutEngine:
-    """An engine in a process of its own, not started.
+    """An engine in its own process, not started.
 
     Args:
-        settings: The run's.
-        policy: A Hugging Face folder.
-        index: Which of the replicas it is.
-        pool: What it may use.
-        log_directory: Where it writes what it prints.
-        options: Of the engine; None takes `engine_options`.
+        settings: The run's settings.
+        policy: Hugging Face folder.
+        index: Index of the replica.
+        pool: Resources it may use.
+        log_directory: Where it writes its output.
+        options: The engine's options; None uses `engine_options`.
     """
     from rl_rollout.engines import EnginePlacement, ProcessEngine
 
@@ -96,7 +96,7 @@ def make_replica(
 
 
 def replica_pool(settings: Settings) -> ResourcePool | None:
-    """What is set aside for the replicas; None where they share what this machine has."""
+    """Resources reserved for the replicas; None when they share this machine."""
     gpus = gpus_per_replica(settings)
     if not settings.replicas.cpus and not gpus:
         return None
@@ -104,7 +104,7 @@ def replica_pool(settings: Settings) -> ResourcePool | None:
 
 
 def gpus_per_replica(settings: Settings) -> float:
-    """GPUs of each replica: as set, else what one needs where this machine has GPUs that several must share out."""
+    """GPUs per replica: as set, else as many as one needs if several replicas share this machine's GPUs."""
     replicas, placement = settings.replicas, settings.rollout.placement
     if replicas.gpus is not None:
         return replicas.gpus
@@ -113,18 +113,18 @@ def gpus_per_replica(settings: Settings) -> float:
 
 
 def longest_trajectory(settings: Settings) -> int:
-    """Most tokens of a trajectory: `rollout.max_response_tokens` bounds a turn of an agent, and the engine the rest."""
+    """Maximum trajectory length. `rollout.max_response_tokens` limits one turn; the engine limits the rest."""
     longest = settings.prompts.max_tokens + settings.rollout.max_response_tokens
     return max(longest, settings.engine.max_model_len or 0) if settings.rollout.loop == "agent" else longest
 
 
 def engine_options(settings: Settings, *, serves_adapter: bool = True) -> Any:
-    """The options of the engine that is named, with the context that this run needs.
+    """The engine's options, with the context length that this run needs.
 
     Args:
-        settings: The run's.
-        serves_adapter: It is given the adapter of `[lora]`, where that is served; False is for one that is given merged
-            weights whatever is served elsewhere.
+        settings: The run's settings.
+        serves_adapter: The engine receives the adapter of `[lora]` if adapters are served. False for an engine that
+            always receives merged weights.
     """
     longest = settings.prompts.max_tokens + settings.rollout.max_response_tokens
     options = replace(
@@ -141,7 +141,7 @@ def engine_options(settings: Settings, *, serves_adapter: bool = True) -> Any:
 
 
 def _room_for_adapter(settings: Settings) -> dict[str, Any]:
-    """Options of an engine that is given the adapter of `[lora]`; none where it is given all weights."""
+    """Options of an engine that receives the adapter of `[lora]`; empty if it receives all weights."""
     lora = settings.lora
     if not lora.rank or lora.serving != "adapter":
         return {}
@@ -151,22 +151,22 @@ def _room_for_adapter(settings: Settings) -> dict[str, Any]:
 
 
 def expert_shape(settings: Settings) -> tuple[int, int] | None:
-    """Layers, and experts of a token, that rollouts tell of a mixture for the learner; None where they tell none."""
+    """Layers and experts per token that rollouts record for the learner; None if they record none."""
     return _mixture_shape(settings) if settings.distillation.texts is None and replays(settings) else None
 
 
 def replays(settings: Settings) -> bool:
-    """True for a mixture whose learner takes the experts that the engine used."""
+    """True for a mixture whose learner replays the engine's routing."""
     return not why_not_replayed(settings) and _mixture_shape(settings) is not None
 
 
 def routes_anew(settings: Settings) -> bool:
-    """True for a mixture whose learner does not."""
+    """True for a mixture whose learner does not replay the routing."""
     return bool(why_not_replayed(settings)) and _mixture_shape(settings) is not None
 
 
 def why_not_replayed(settings: Settings) -> str:
-    """Why the learner of a mixture would not take the engine's experts, by setting; "" where it does."""
+    """Why a mixture's learner does not replay the routing, by setting; "" if it does."""
     if settings.policy.learner != "megatron":
         return f'policy.learner = "{settings.policy.learner}" cannot replay them; "megatron" can'
     if settings.rollout.engine != "vllm":

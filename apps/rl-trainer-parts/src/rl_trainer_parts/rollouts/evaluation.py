@@ -1,4 +1,4 @@
-"""How validation and test problems are asked, and what is said of the answers."""
+"""Validation and test: which prompts, how they are sampled, and the metrics."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,27 +17,27 @@ from rl_trainer_parts.run.policies import merged_policy
 from rl_trainer_parts.settings.schema import Settings
 
 DRAW_SEED = 0
-"""The same problems are shown at every step."""
+"""Seed of the prompts shown; the same at every step."""
 
 
 def chosen_problems(settings: Settings, prompts: PromptSet) -> list[Prompt]:
-    """The problems that are asked: all, or the first `prompts.validation_limit`."""
+    """The prompts to evaluate: all, or the first `prompts.validation_limit`."""
     limit = settings.prompts.validation_limit
     return [prompts[index] for index in range(min(len(prompts), limit or len(prompts)))]
 
 
 def validation_sampling(settings: Settings) -> SamplingParams:
-    """How validation and test problems are answered."""
+    """Sampling parameters of validation and test."""
     return SamplingParams(
         max_tokens=settings.rollout.max_response_tokens, temperature=settings.prompts.validation_temperature
     )
 
 
 async def answer_problems(settings: Settings, rollout: Rollout, problems: Sequence[Prompt]) -> list[GroupResult]:
-    """`prompts.validation_samples` sessions of each problem.
+    """`prompts.validation_samples` sessions per prompt.
 
-    A problem's draws depend on the run's seed and its uid alone: they are the same at every validation, so that a curve
-    shows the policy and not the draws, and whoever answers.
+    Sampling seeds depend only on the run's seed and the prompt's uid. They are the same at every validation and for
+    every engine, so a curve shows the policy and not the random draws.
     """
     return await rollout.run(
         problems,
@@ -48,10 +48,10 @@ async def answer_problems(settings: Settings, rollout: Rollout, problems: Sequen
 
 
 def summarize_answers(answers: Sequence[Answer]) -> dict[str, float]:
-    """Validation metrics of answers to problems.
+    """Validation metrics.
 
     Args:
-        answers: One or more to each problem; a component that one lacks does not count.
+        answers: One or more per prompt; an answer without a component is left out of that component.
     """
     names = sorted({name for answer in answers for name in answer.components})
     variables = {"reward": [answer.reward for answer in answers]}
@@ -67,11 +67,11 @@ def summarize_answers(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def with_accuracies(results: Mapping[str, float], accuracies: Mapping[str, float | None]) -> dict[str, float]:
-    """Results with `{split}_accuracy_first` and `{split}_accuracy_last` of a validation.
+    """Results with `{split}_accuracy_first` and `{split}_accuracy_last` updated.
 
     Args:
-        results: Of the run so far.
-        accuracies: By split; None where nothing was asked.
+        results: Results of the run so far.
+        accuracies: Accuracy by split; None if the split was not evaluated.
     """
     found = dict(results)
     for split, accuracy in accuracies.items():
@@ -88,13 +88,13 @@ def draw_samples(
     *,
     batches: Mapping[str, int] | None = None,
 ) -> list[GenerationSample]:
-    """What trackers show of a validation: the first answers to the same problems each time, by what was asked.
+    """A validation's samples for trackers: first answers to the same prompts each time.
 
     Args:
-        settings: Of the run.
-        answers: Of a validation, in any order.
-        tokenizer: Of the policy; only what is drawn is decoded.
-        batches: The batch of each problem by its uid, where there are several.
+        settings: The run's settings.
+        answers: The validation's answers, in any order.
+        tokenizer: The policy's tokenizer; only shown samples are decoded.
+        batches: The batch of each prompt by uid, if there are several.
     """
     first = sorted(first_answers(answers), key=lambda answer: answer.prompt.uid)
     places = draw_places(
@@ -107,7 +107,7 @@ def draw_samples(
 
 
 async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, float]:
-    """What a validation says of the policy, on the validation and test problems; with the adapter of `lora.path`."""
+    """Evaluate a policy, with the adapter of `lora.path`, on validation and test prompts."""
     with ExitStack() as opened:
         policy = settings.policy.path
         if settings.lora.rank and settings.lora.path is not None:
@@ -122,7 +122,7 @@ async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, float
 
 
 async def evaluate_splits(settings: Settings, inputs: Inputs, rollout: Rollout) -> dict[str, float]:
-    """Metrics of both splits, each under its name, with `validation_accuracy` and `test_accuracy`."""
+    """Metrics of both splits, prefixed by split, with `validation_accuracy` and `test_accuracy`."""
     results: dict[str, float] = {}
     for split, prompts in (("validation", inputs.validation), ("test", inputs.test)):
         if prompts is not None:

@@ -1,4 +1,4 @@
-"""What a run reads before anything heavy starts: tokenizer, problems, reward."""
+"""Inputs that a run reads before models load: tokenizer, prompts, reward."""
 
 import asyncio
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from rl_trainer_parts.settings.schema import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Checked inputs of a run.
+    """A run's inputs, checked.
 
     Attributes:
-        tokenizer: Of the policy.
+        tokenizer: The policy's tokenizer.
         train: Training prompts.
         validation: Prompts evaluated during training, if any.
-        test: Prompts evaluated at both ends, if any.
+        test: Prompts evaluated at the start and the end, if any.
     """
 
     tokenizer: PromptTokenizer
@@ -32,7 +32,7 @@ class Inputs:
 
     @property
     def counts(self) -> PromptCounts:
-        """How many problems there are."""
+        """Number of prompts."""
         return PromptCounts(
             train=len(self.train),
             validation=len(self.validation) if self.validation is not None else 0,
@@ -44,12 +44,12 @@ class Inputs:
 
     @property
     def form(self) -> str:
-        """What the first prompt is made of, in words."""
+        """The form of the first prompt, in words."""
         return "messages, written by the chat template" if self.train[0].messages else "text, as it stands"
 
 
 def what_to_look_at(settings: Settings, inputs: Inputs) -> Iterator[str]:
-    """Where text goes to a model that was trained on chats, and where no response can end by itself."""
+    """Warnings about plain text sent to a chat model, and about responses that cannot end."""
     if not inputs.train[0].messages and inputs.tokenizer.has_chat_template:
         yield (
             "the prompts are text, and go to the model as they stand, though its tokenizer has a chat template; "
@@ -63,11 +63,11 @@ def what_to_look_at(settings: Settings, inputs: Inputs) -> Iterator[str]:
 
 
 def read_inputs(settings: Settings) -> Inputs:
-    """Read and check everything that is not a model.
+    """Read and check every input that is not a model.
 
     Raises:
-        DataError: A file or a row cannot be used.
-        SettingsError: Tokenizer or reward function cannot be used, or there are too few prompts.
+        DataError: A file or row cannot be used.
+        SettingsError: The tokenizer or reward function cannot be used, or there are too few prompts.
     """
     tokenizer = read_tokenizer(settings)
     check_vocabulary(settings, tokenizer)
@@ -107,10 +107,10 @@ def read_tokenizer(settings: Settings) -> PromptTokenizer:
 
 
 def check_vocabulary(settings: Settings, tokenizer: PromptTokenizer) -> None:
-    """Refuse models that do not know all tokens of the policy's tokenizer.
+    """Check that models know all tokens of the policy's tokenizer.
 
     Raises:
-        SettingsError: Names both files, and the sizes.
+        SettingsError: Names both files and their sizes.
     """
     policy, needed = settings.policy.path, tokenizer.num_token_ids
     for setting, folder in (("policy.path", policy), ("critic.path", settings.critic.path)):
@@ -123,11 +123,11 @@ def check_vocabulary(settings: Settings, tokenizer: PromptTokenizer) -> None:
 
 
 def make_scorer(settings: Settings, tokenizer: PromptTokenizer, engine: RolloutEngine) -> RewardScorer:
-    """The scorer that the settings describe; a judge among its rewards asks the engine.
+    """The scorer that the settings describe; a judge reward uses the engine.
 
     Raises:
-        SettingsError: An option, a name or a file of it is impossible.
-        MissingExtraError: It needs a library that is not installed.
+        SettingsError: An option, name or file is wrong.
+        MissingExtraError: A reward needs a library that is not installed.
     """
     try:
         return build_scorer(settings.reward, parts={"model": JudgeModel.with_tokenizer(engine, tokenizer)})
@@ -136,7 +136,7 @@ def make_scorer(settings: Settings, tokenizer: PromptTokenizer, engine: RolloutE
 
 
 def _rehearse_reward(settings: Settings, inputs: Inputs) -> None:
-    """Find a broken reward before anything heavy starts."""
+    """Check the reward before models load."""
     scorer = make_scorer(settings, inputs.tokenizer, ScriptedEngine({}))
     try:
         asyncio.run(scorer.rehearse(inputs.train[0]))

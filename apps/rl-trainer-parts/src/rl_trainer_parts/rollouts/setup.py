@@ -1,4 +1,4 @@
-"""What rollouts flow through: the engine's loop, the queue, and the transport of weights."""
+"""The path of rollouts: the engine's agent loop, the queue, and the transport of weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,11 +31,11 @@ TRAIN = "train"
 ROUTED_EXPERTS = "routed_experts"
 
 FLOAT32_TOLERANCE = 0.01
-"""Nats by which a turn that is scored again may differ in the mean; a mixture's near ties may go the other way."""
+"""Maximum mean difference in nats when a turn is scored again; near ties in a mixture may be routed differently."""
 
 
 def sampling_params(settings: Settings) -> SamplingParams:
-    """How training samples are drawn; `Rollout.run` gives each prompt its seed."""
+    """Sampling parameters for training; `Rollout.run` sets the seed per prompt."""
     rollout = settings.rollout
     return SamplingParams(
         max_tokens=rollout.max_response_tokens,
@@ -46,7 +46,7 @@ def sampling_params(settings: Settings) -> SamplingParams:
 
 
 def rollout_columns(settings: Settings) -> frozenset[str]:
-    """Columns that every rollout of a run has."""
+    """Columns of every rollout in a run."""
     columns = frozenset({"input_ids", "loss_mask", "rollout_logprobs", "policy_versions", "reward"})
     if settings.distillation.texts is not None:
         columns -= {"reward"}
@@ -56,11 +56,11 @@ def rollout_columns(settings: Settings) -> frozenset[str]:
 
 
 def queue_tasks(settings: Settings, *, order: Literal["arrival", "issue"]) -> list[TaskSpec]:
-    """What is done with rows: teachers score them, and the learner trains.
+    """Tasks in the queue: teachers score rows, and the learner trains on them.
 
     Args:
-        settings: Of the run.
-        order: In which groups come to the learner.
+        settings: The run's settings.
+        order: Order in which the learner receives groups.
     """
     columns = rollout_columns(settings)
     if not has_teachers(settings):
@@ -71,11 +71,11 @@ def queue_tasks(settings: Settings, *, order: Literal["arrival", "issue"]) -> li
 
 
 def make_transport(settings: Settings, *, is_in_process: bool | None = None) -> WeightTransport:
-    """Tensors within a process; between two a file or a GPU's memory that both open, or buckets over the network.
+    """Transport of weights: tensors within a process, else a shared file, GPU memory, or the network.
 
     Args:
-        settings: Of the run.
-        is_in_process: The engine is in the learner's process; None goes by rollout.placement.
+        settings: The run's settings.
+        is_in_process: The engine is in the learner's process; None decides by rollout.placement.
     """
     weights = settings.weights
     if settings.rollout.placement == "inline" if is_in_process is None else is_in_process:
@@ -102,12 +102,12 @@ def open_rollout(
     *,
     served: Callable[[], int | None] | None = None,
 ) -> Iterator[Rollout]:
-    """The agent loop on an engine; its rewards and tools are closed in the end.
+    """The agent loop on an engine; rewards and tools are closed at the end.
 
     Args:
-        settings: Of the run.
-        tokenizer: Of the policy.
-        engine: Generates.
+        settings: The run's settings.
+        tokenizer: The policy's tokenizer.
+        engine: The engine.
         served: See `Rollout`.
     """
     chosen = settings.rollout
@@ -134,12 +134,12 @@ def open_rollout(
 
 
 def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[tuple[Prompt, Trajectory]]) -> None:
-    """Settle whole sessions in the queue, with the components of their rewards where the advantage compares them.
+    """Put whole sessions into the queue, with reward components if the advantage compares them.
 
     Args:
-        queue: Where to.
-        settings: Of the run.
-        pairs: Trajectories with their prompts.
+        queue: The queue.
+        settings: The run's settings.
+        pairs: Prompts with their trajectories.
 
     Raises:
         DataError: A trajectory lacks such a component.
@@ -167,7 +167,7 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
 
 
 def _with_experts(batch: Batch, shape: tuple[int, int] | None) -> Batch:
-    """The column of experts where the learner's task needs it: -1 where nobody told them, as of older cached steps."""
+    """Column of routed experts if the learner needs it: -1 where unknown, such as in older cached steps."""
     if shape is None:
         return batch.only(batch.names - {ROUTED_EXPERTS})
     if ROUTED_EXPERTS in batch:

@@ -1,4 +1,4 @@
-"""Where rollouts come from: the engine, or a skip cache that has them."""
+"""Rollouts from the engine, or replayed from a skip cache."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
@@ -17,19 +17,19 @@ from rl_trainer_parts.settings.schema import Settings
 
 
 class SkipCacheReplay:
-    """The skip cache of a run, which knows under which circumstances it generates."""
+    """A run's skip cache, with the fingerprint of its rollouts."""
 
     def __init__(self, settings: Settings, tokenizer: PromptTokenizer, *, say: Callable[..., None]) -> None:
-        """Open the cache, where the settings enable one.
+        """Open the cache, if the settings enable it.
 
         Args:
-            settings: Of the run.
-            tokenizer: Of the policy.
-            say: Takes events.
+            settings: The run's settings.
+            tokenizer: The policy's tokenizer.
+            say: Receives events.
 
         Raises:
-            CacheError: Its directory cannot be used.
-            MissingExtraError: A library that it needs is not installed.
+            CacheError: The directory cannot be used.
+            MissingExtraError: The cache needs a library that is not installed.
         """
         self._settings = settings
         self._cache = SkipCache(settings.skip, on_event=say)
@@ -40,7 +40,7 @@ class SkipCacheReplay:
         self._engine = ""
 
     def served(self, report: PublishReport, *, engine: str) -> None:
-        """Remember which weights are served, and by what."""
+        """Remember which weights are served, and by which engine."""
         self._report, self._engine = report, engine
 
     async def rollouts(
@@ -53,7 +53,7 @@ class SkipCacheReplay:
         sampling: SamplingParams,
         num_sessions: int,
     ) -> StepRollouts:
-        """Stored rollouts, or those that `generate` makes; see `SkipCache.rollouts`."""
+        """Stored rollouts, or those of `generate`; see `SkipCache.rollouts`."""
         if self._common is None or not self._cache.serves(key):
             return StepRollouts(groups=tuple(await generate()))
         await rollout.start()  # what tools a server has, it says when it runs
@@ -83,15 +83,15 @@ class SkipCacheReplay:
 
 
 def drawn_by(sampling: SamplingParams) -> Json:
-    """Sampling parameters of a fingerprint, which has the run's seed elsewhere; no stop strings are as none at all."""
+    """Sampling parameters in a fingerprint. The run's seed is elsewhere; no stop strings equal an absent list."""
     found = asdict(replace(sampling, seed=None))
     return {name: value for name, value in found.items() if name != "stop" or value}  # older entries have no such field
 
 
 def _common_circumstances(settings: Settings, tokenizer: PromptTokenizer) -> Circumstances:
-    """What stays as it is in a run, as it is at its start: files that are changed meanwhile are not read again.
+    """The run's constants, read once at its start: later changes to files are ignored.
 
-    Of secrets, only the names count.
+    For secrets, only names are included.
     """
     reward = redact(asdict(settings.reward), keep_references=False)
     loop_options = redact(settings.rollout.loop_options, keep_references=False)
@@ -108,7 +108,7 @@ def _common_circumstances(settings: Settings, tokenizer: PromptTokenizer) -> Cir
 
 
 def record_replay(recorder: Recorder, found: StepRollouts) -> None:
-    """Record where rollouts came from; what their generation once took stays apart from what loading them took."""
+    """Record the source of the rollouts; the time of their original generation stays apart from loading time."""
     recorder.record("rollout/replayed", float(found.is_replayed), weight=len(found.groups))
     if found.is_replayed:
         recorder.record("timing_s/load_rollouts", found.load_s)

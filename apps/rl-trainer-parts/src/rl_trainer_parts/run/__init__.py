@@ -1,1 +1,1 @@
-"""A launch of a run: its folder, checkpoints, and how it stops."""
+"""A run's folder and checkpoints, and how a launch starts and stops."""

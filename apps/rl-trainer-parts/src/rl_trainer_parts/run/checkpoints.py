@@ -1,4 +1,4 @@
-"""What a trainer itself must remember, beside the learners, in every checkpoint."""
+"""The trainer's own state in a checkpoint, beside the learners'."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,16 +11,16 @@ from rl_distill.checkpoints import STATE_FILE, read_state
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """A run at the end of a step, in both trainers.
+    """State of a run at the end of a step, in both trainers.
 
     Attributes:
         step: Last finished step.
         policy_version: Version of the learner's weights.
-        num_samples: Trajectories trained on.
-        wall_s: Seconds spent so far, over all launches.
-        steps_wall_s: Seconds of the training steps alone.
+        num_samples: Number of trajectories trained on.
+        wall_s: Seconds so far, over all launches.
+        steps_wall_s: Seconds spent in training steps.
         results: Validation results by name, such as "validation_accuracy_first".
-        kl: State of the KL's coefficient; empty before the first step.
+        kl: State of the KL coefficient; empty before the first step.
     """
 
     step: int = 0
@@ -34,11 +34,11 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState(RunState):
-    """What the synchronous loop must remember.
+    """State of the synchronous loop.
 
     Attributes:
-        prompt_source: State of the prompt source.
-        unlogged: Metrics of `step` while it is not validated and logged; none when it is.
+        prompt_source: The prompt source's state.
+        unlogged: Metrics of `step` until it is validated and logged; then None.
     """
 
     prompt_source: Mapping[str, Any] = field(default_factory=dict)
@@ -49,10 +49,10 @@ State = TypeVar("State", bound=RunState)
 
 
 def read_run_state(folder: Path, kind: type[State]) -> State:
-    """The state in a verified checkpoint.
+    """Read the state from a verified checkpoint.
 
     Raises:
-        CheckpointError: It is not readable.
+        CheckpointError: The state is not readable.
     """
     try:
         return kind(**read_state(folder))

@@ -1,4 +1,4 @@
-"""A run's folder: its lock, its settings, its summary."""
+"""A run's folder: its lock, settings and summary."""
 
 import fcntl
 import json
@@ -24,10 +24,10 @@ Chosen = TypeVar("Chosen", bound=Settings)
 
 
 class RunFolder:
-    """The folder of one run, held by one process at a time."""
+    """A run's folder, locked by one process at a time."""
 
     def __init__(self, path: Path, *, readable_by: ReadableBy = "owner") -> None:
-        """Name the folder, and who may read what this process writes while it holds it; nothing is made yet."""
+        """Set the path, and who may read the files that this process writes; nothing is created yet."""
         self.path = path
         self._umask = WITHHELD[readable_by]
         self._umask_before: int | None = None
@@ -40,16 +40,16 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        """True when a run has been started in it."""
+        """True if a run was started in the folder."""
         return (self.path / "settings.toml").exists()
 
     def acquire(self) -> None:
-        """Make the folder and take its lock, which the kernel frees when this process ends.
+        """Create and lock the folder; the kernel releases the lock when this process ends.
 
-        Until `release`, this process and those that it starts have the run's umask.
+        Until `release`, this process and its children use the run's umask.
 
         Raises:
-            SettingsError: It cannot be made, others can read or write there, or a live process holds it.
+            SettingsError: The folder cannot be created, others can read or write it, or another process holds it.
         """
         try:
             with suppress(FileExistsError):
@@ -80,7 +80,7 @@ class RunFolder:
         self._lock = lock
 
     def release(self) -> None:
-        """Give the lock and the umask back. Can be called twice."""
+        """Release the lock and restore the umask. Can be called twice."""
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # at once, also while a child that is starting holds a copy
             os.close(self._lock)
@@ -90,7 +90,7 @@ class RunFolder:
             self._umask_before = None
 
     def archive(self) -> Path:
-        """Move the run that is there aside, keep the lock on a new folder, and say where the old one went."""
+        """Move the existing run aside, lock a new folder, and return where the old one went."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
         aside = self.path.with_name(f"{self.path.name}.{stamp}")
         number = 1
@@ -103,22 +103,22 @@ class RunFolder:
         return aside
 
     def write_settings(self, settings: Settings) -> None:
-        """Write the settings as they apply, defaults included, without literal secrets."""
+        """Write the effective settings, with defaults and without literal secrets."""
         write_durably(self.path / "settings.toml", tomli_w.dumps(_without_none(plain_settings(settings))).encode())
 
     def check_resume(self, settings: Settings) -> None:
-        """Refuse to resume with settings that would change what is learnt.
+        """Refuse to resume with settings that would change what the run learns.
 
-        Of secrets, such as headers, only the names are compared: a key may have been renewed.
+        For secrets, such as headers, only names are compared, because a key may have been renewed.
 
         Raises:
-            SettingsError: What differs, and which settings may.
+            SettingsError: Lists the differences, and says which settings may differ.
         """
         file = self.path / "settings.toml"
         try:
             before = _flat(redact(read_toml(file), keep_references=False), type(settings))
         except (DataError, AttributeError) as error:
-            raise SettingsError(f"{file}, with which the run was begun, is not readable: {error}.") from None
+            raise SettingsError(f"{file}, written when the run started, is not readable: {error}.") from None
         plain = redact(plain_settings(settings), keep_references=False)
         now = _flat(_without_none(plain), type(settings))
         changeable = changeable_on_resume(type(settings))
@@ -135,10 +135,10 @@ class RunFolder:
             )
 
     def drop_if_nothing_was_saved(self) -> Path | None:
-        """Let a run that a mistake ended before its first checkpoint not count as one; the next begins anew.
+        """Forget a run that failed before its first checkpoint, so that the next launch starts from the beginning.
 
         Returns:
-            Where what it had written was moved, which a later run would take for its own; None where there was nothing.
+            Where its files were moved, so that a later run does not mistake them for its own; None if there were none.
         """
         if any(self.checkpoints.glob("step_*")):
             return None
@@ -155,33 +155,33 @@ class RunFolder:
 
 
 def require_run(folder: RunFolder) -> None:
-    """Refuse to resume what was never begun.
+    """Refuse to resume a run that was never started.
 
     Raises:
         SettingsError: There is no run.
     """
     if not folder.has_run:
-        raise SettingsError(f"--resume: {folder.path} has no run to go on with; leave --resume out to start one.")
+        raise SettingsError(f"--resume: {folder.path} has no run to resume; leave out --resume to start one.")
 
 
 def require_free(folder: RunFolder) -> None:
-    """Refuse to begin where a run is.
+    """Refuse to start where a run exists.
 
     Raises:
-        SettingsError: There is one.
+        SettingsError: There is a run.
     """
     if folder.has_run:
         raise SettingsError(
-            f"{folder.path} has a run already. Go on with it (--resume), move it aside (--run.if_exists=archive), "
+            f"{folder.path} already holds a run. Resume it (--resume), move it aside (--run.if_exists=archive), "
             "or choose another name (--run.name=NAME)."
         )
 
 
 def require_resumable(folder: RunFolder, settings: Settings) -> None:
-    """Refuse a run that cannot go on with these settings; nothing is written.
+    """Refuse a run that cannot continue with these settings; nothing is written.
 
     Raises:
-        SettingsError: There is no run, it was begun with other settings, or it has done more steps than are asked for.
+        SettingsError: There is no run, it was started with other settings, or it is beyond the last step.
     """
     require_run(folder)
     folder.check_resume(settings)
@@ -194,10 +194,10 @@ def require_resumable(folder: RunFolder, settings: Settings) -> None:
 
 
 def choose_products(settings: Chosen, *, resume: bool) -> Chosen:
-    """Settle what `learner.products = "auto"` is: what the run that goes on was begun with, else what is faster here.
+    """Resolve `learner.products = "auto"`: the resumed run's choice, else what is faster on this machine.
 
     Raises:
-        SettingsError: The run was begun with products that cannot be computed here.
+        SettingsError: The run was started with products that this machine cannot compute.
     """
     if settings.learner.products != "auto":
         return settings
@@ -214,15 +214,15 @@ def choose_products(settings: Chosen, *, resume: bool) -> Chosen:
 
 @contextmanager
 def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) -> Iterator[RunFolder]:
-    """Hold the run's folder, with the run that is to go on or an empty place for a new one.
+    """Lock the run's folder, with the run to resume or an empty place for a new one.
 
     Args:
-        settings: `run.if_exists` says what to do with a run that is there already.
-        resume: Go on with it, whatever `run.if_exists` says.
-        say: Told what happens to an earlier run.
+        settings: `run.if_exists` decides about an existing run.
+        resume: Resume it, whatever `run.if_exists` says.
+        say: Reports what happens to an earlier run.
 
     Raises:
-        SettingsError: The folder is in use, holds a run, or was begun with other settings.
+        SettingsError: The folder is in use, holds a run, or was started with other settings.
     """
     folder = RunFolder(settings.run_folder, readable_by=settings.run.readable_by)
     if resume:
@@ -248,7 +248,7 @@ def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) ->
 
 
 def plain_settings(settings: Settings) -> dict[str, Any]:
-    """Settings as nested dicts of plain values, which may be written and shown: literal secrets are redacted."""
+    """Settings as nested dicts of plain values that may be written and shown: literal secrets are redacted."""
     values = redact(settings.model_dump(mode="json"))
     return {section: dict(fields) for section, fields in values.items()}
 
@@ -262,7 +262,7 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], kind: type[Settings]) -> dict[str, Any]:
-    """Values by whole name; of a table's entries too."""
+    """Values by full name, including entries of tables."""
     flat: dict[str, Any] = {}
     for section, fields in values.items():
         for name, value in fields.items():
@@ -275,6 +275,6 @@ def _flat(values: Mapping[str, Any], kind: type[Settings]) -> dict[str, Any]:
 
 
 def _general_name(name: str) -> str:
-    """A setting's name, with the names of entries left out."""
+    """A setting's name without the names of table entries."""
     section, key, *rest = name.split(".", 3)
     return f"{section}.{key}.{ENTRY}.{rest[1]}" if len(rest) == 2 else name

@@ -1,4 +1,4 @@
-"""Who may read a run's folder: its mode, and the umask of the run's processes."""
+"""Access to a run's folder: its mode, and the umask of the run's processes."""
 
 import os
 import stat
@@ -9,15 +9,15 @@ from rl_core.errors import SettingsError
 from rl_trainer_parts.settings.schema import ReadableBy
 
 WITHHELD: Mapping[ReadableBy, int] = {"owner": 0o077, "group": 0o027, "everyone": 0o022}
-"""What is withheld from others, as a umask."""
+"""The umask for each setting."""
 
 
 def make_run_folder(path: Path, umask: int) -> None:
-    """Make a folder that withholds as much from others as a umask does, or give the one that is there such a mode.
+    """Create a folder whose mode follows a umask, or change an existing one's mode.
 
     Raises:
-        SettingsError: It is another user's, who could read and change what is written there, or keeps another mode.
-        OSError: It cannot be made.
+        SettingsError: The folder belongs to another user, who could read and change its files, or keeps another mode.
+        OSError: The folder cannot be created.
     """
     path.mkdir(exist_ok=True)
     found = path.stat()

@@ -1,4 +1,4 @@
-"""What every launch of a run does, whichever trainer makes it: find where to go on, and tell how it ended."""
+"""What every launch does in both trainers: find where to resume, and report how the run ended."""
 
 import _thread
 import time
@@ -21,19 +21,19 @@ from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 from rl_trainer_parts.settings.schema import Settings
 
 ZERO_OR_ONE = ("exact_match", "number_match", "math_verify")
-"""Rewards of ours whose mean is an accuracy."""
+"""Built-in rewards whose mean is an accuracy."""
 
 
 class RunLifecycle:
-    """One launch of a run, in a folder that this process holds.
+    """One launch of a run, in a folder that this process has locked.
 
     Attributes:
-        console: Told what users should see.
-        events: Told everything.
-        trackers: Take the metrics.
-        store: Has the run's checkpoints.
-        ending: How trackers call its end.
-        is_ending: True once it trains no more.
+        console: Shows what users should see.
+        events: Logs everything.
+        trackers: Receive the metrics.
+        store: The run's checkpoints.
+        ending: The run's end in the trackers' terms.
+        is_ending: True when training has finished.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class RunLifecycle:
         *,
         on_saved: Callable[[Saved], None] | None = None,
     ) -> None:
-        """Open the run's files, and begin to count its time.
+        """Open the run's files and start its clock.
 
         Args:
-            settings: Of the run.
-            folder: Of the run.
-            console: Told what users should see.
-            on_saved: Told of each checkpoint that this process has written.
+            settings: The run's settings.
+            folder: The run's folder.
+            console: Shows what users should see.
+            on_saved: Called after each checkpoint that this process writes.
         """
         self._settings = settings
         self._folder = folder
@@ -69,15 +69,14 @@ class RunLifecycle:
     ) -> int:
         """Train until the last step or a signal; an error leaves the folder as of the last checkpoint.
 
-        Gives the exit status: 0 when the last step was done, 130 or 143 when the user stopped it, 3 when it paused
-        itself.
+        Returns the exit status: 0 after the last step, 130 or 143 if the user stopped it, 3 if it paused itself.
 
         Args:
-            train: Trains; what it opens is closed by the stack.
-            state: Gives the state of the last step that was done.
+            train: Trains; the stack closes what it opens.
+            state: Returns the state after the last finished step.
 
         Raises:
-            Exception: What `train` raised, but for a stop that was asked for.
+            Exception: Whatever `train` raised, except a requested stop.
         """
         async with AsyncExitStack() as stack:
             stack.callback(self.events.close)
@@ -101,13 +100,13 @@ class RunLifecycle:
             else:
                 status = self._finished(state())
             self.is_ending = True
-            with self.console.phase("ending engines, learner and roles", is_brief=True):
+            with self.console.phase("stopping engines, learner and roles", is_brief=True):
                 await parts.aclose()
             return status
 
     @property
     def wall_s(self) -> float:
-        """Seconds spent so far, over all launches."""
+        """Seconds so far, over all launches."""
         return self._earlier_wall_s + self.launch_s
 
     @property
@@ -116,57 +115,57 @@ class RunLifecycle:
         return time.perf_counter() - self._started
 
     def say(self, event: str, /, **fields: Any) -> None:
-        """Write an event; users are told of sessions that failed."""
+        """Log an event; failed sessions are also shown on the console."""
         self.events.write(event, **fields)
         if event == EVENT:
             self.console.say(told(fields), style="yellow")
 
     def find_checkpoint(self) -> Path | None:
-        """The newest whole checkpoint; broken ones are passed over, and told."""
+        """The newest whole checkpoint; broken ones are reported and skipped."""
 
         def passed_over(error: CheckpointError) -> None:
-            self.console.say(f"passing over a broken checkpoint: {error}", style="yellow")
+            self.console.say(f"skipping a broken checkpoint: {error}", style="yellow")
             self.events.write("checkpoint_broken", error=str(error))
 
         return self.store.newest(passed_over)
 
     def resumes(self, checkpoint: Path, state: RunState) -> None:
-        """Say where it goes on."""
+        """Report where the run resumes."""
         self.console.say(f"resuming from {checkpoint}")
         self.events.write("run_resumed", checkpoint=str(checkpoint))
         self._earlier_wall_s = state.wall_s
 
     def begins(self, state: RunState) -> None:
-        """Say what is trained, and from which step on."""
+        """Report what is trained, and from which step."""
         self._has_begun = True
         title = self._settings.algorithm.advantage.upper() if learns_from_rewards(self._settings) else "Distillation"
         self.console.begin(title, total_steps=self._settings.trainer.steps, done_steps=state.step)
 
     def _say_stopping(self) -> None:
-        """Say at once, amid whatever the main thread does, what is waited for, and what comes then."""
+        """Report at once, whatever the main thread is doing, what the stop waits for and what happens next."""
         saved = ("saving a checkpoint of the last finished step",) if self._has_begun else ()
-        parts = "; ".join((*self.console.running(), *saved, "ending engines, learner and roles"))
-        said = f"stopping: {parts}. Ctrl-C again ends all at once, without saving."
+        parts = "; ".join((*self.console.running(), *saved, "stopping engines, learner and roles"))
+        said = f"stopping: {parts}. Ctrl-C again exits at once, without saving."
         # threading.Thread takes a lock that the main thread may hold, and so does the console
         _thread.start_new_thread(self.console.say, (said,), {"style": "bold yellow"})
 
     def _stopped(self, state: RunState, stop: StopSignal) -> int:
-        """The user stopped it, or it paused itself."""
+        """The user stopped the run, or it paused itself."""
         self.ending = "stopped"
         status, paused = ("paused", {"paused_by": stop.pause_reason}) if stop.is_paused else ("stopped", {})
         self._folder.write_summary(self._summary(status, state) | paused)
         self.events.write("run_stopped", step=state.step, signal=None if paused else stop.number, **paused)
         by = f" by {stop.pause_reason}" if paused else ""
         self.console.end()
-        self.console.say(f"{status} after step {state.step}{by}; go on with --resume", style="bold yellow")
+        self.console.say(f"{status} after step {state.step}{by}; continue with --resume", style="bold yellow")
         return stop.exit_status
 
     def _report(self) -> dict[str, Path]:
-        """Where the page about the run will be."""
+        """Path of the report."""
         return {"report": self._folder.path / "report.html"} if self._settings.metrics.report else {}
 
     def _finished(self, state: RunState) -> int:
-        """The last step was done."""
+        """The last step is finished."""
         self.ending = "finished"
         summary = self._summary("finished", state)
         file = self._folder.write_summary(summary)
@@ -203,6 +202,6 @@ class RunLifecycle:
 
 
 def _shown_name(name: str, settings: Settings) -> str:
-    """What the terminal calls a result: a mean of rewards is an accuracy where they are 0 or 1 by definition."""
+    """Label of a result: a mean of rewards is an accuracy if they are 0 or 1 by definition."""
     is_accuracy = settings.reward.function in ZERO_OR_ONE
     return name if is_accuracy else name.replace("_accuracy_", "_mean_reward_")

@@ -1,4 +1,4 @@
-"""Policies as Hugging Face folders: found in runs and checkpoints, checked, exported; adapters merged into them."""
+"""Policies as Hugging Face folders: found in runs and checkpoints, checked, merged and exported."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,13 +14,13 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def find_policy(path: Path) -> Path:
-    """The folder that a path stands for: a Hugging Face one, or an adapter's in peft's format.
+    """The Hugging Face folder, or peft adapter folder, that a path refers to.
 
     Args:
         path: Such a folder, a checkpoint, or a run folder (its newest checkpoint).
 
     Raises:
-        SettingsError: It is none of these.
+        SettingsError: The path is none of these.
         CheckpointError: The checkpoint is torn.
     """
     if not path.exists():
@@ -43,7 +43,7 @@ def find_policy(path: Path) -> Path:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder has an adapter in peft's format."""
+    """True if a folder has an adapter in peft's format."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
@@ -52,10 +52,10 @@ def opened_policy(path: Path) -> Iterator[Path]:
     """The Hugging Face folder of a policy; an adapter is merged into a temporary one.
 
     Args:
-        path: As of `find_policy`.
+        path: As in `find_policy`.
 
     Raises:
-        SettingsError: It has no policy.
+        SettingsError: The path has no policy.
         DataError: The adapter or its base cannot be used.
         CheckpointError: The checkpoint is torn.
     """
@@ -69,11 +69,11 @@ def opened_policy(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def merged_policy(adapter: Path, *, base: Path | None) -> Iterator[Path]:
-    """A temporary Hugging Face folder of an adapter merged into its base.
+    """A temporary Hugging Face folder with an adapter merged into its base.
 
     Args:
-        adapter: In peft's format.
-        base: Hugging Face folder; None for the one that the adapter names.
+        adapter: Adapter folder in peft's format.
+        base: Hugging Face folder; None uses the one the adapter names.
 
     Raises:
         DataError: The adapter or its base cannot be used.
@@ -84,17 +84,17 @@ def merged_policy(adapter: Path, *, base: Path | None) -> Iterator[Path]:
 
 
 def export_policy(path: Path, target: Path, *, merges: bool = False, base: Path | None = None) -> Path:
-    """Write a policy into a new folder, an adapter merged into its base, and say which policy or adapter it was.
+    """Write a policy, with any adapter merged into its base, to a new folder; return its source.
 
     Args:
-        path: As of `find_policy`.
-        target: Gets a Hugging Face folder.
+        path: As in `find_policy`.
+        target: New Hugging Face folder.
         merges: Refuse a policy without an adapter.
-        base: Hugging Face folder that an adapter belongs to; None for the one that it names.
+        base: Hugging Face folder of the adapter's base; None uses the one the adapter names.
 
     Raises:
-        SettingsError: The target exists and is not empty, the source has no policy, or no adapter where there is
-            a base or one must be merged.
+        SettingsError: The target is not empty, the source has no policy, or it has no adapter although a base is given
+            or a merge is required.
         DataError: The adapter or its base cannot be used.
         CheckpointError: The checkpoint is torn.
     """
@@ -111,10 +111,10 @@ def export_policy(path: Path, target: Path, *, merges: bool = False, base: Path 
 
 
 def export_adapter(path: Path, target: Path) -> Path:
-    """Copy an adapter alone into a new folder, in peft's format, and say which one it was.
+    """Copy an adapter in peft's format to a new folder; return its source.
 
     Raises:
-        SettingsError: The target exists and is not empty, or the source has no adapter.
+        SettingsError: The target is not empty, or the source has no adapter.
         CheckpointError: The checkpoint is torn.
     """
     source = find_policy(path)
@@ -135,7 +135,7 @@ def _require_adapter(source: Path, option: str) -> None:
 
 
 def _write_new(target: Path, write: Callable[[Path], object]) -> None:
-    """Write a folder beside its place, and give it its name when it is whole."""
+    """Write a folder under a temporary name, and rename it when it is complete."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SettingsError(f"{target} exists and is not empty; name a new folder.")
     part = target.with_name(f".{target.name}.part")

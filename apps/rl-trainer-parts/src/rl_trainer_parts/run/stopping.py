@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM or a terminal that closes asks a run to stop; a second signal ends it. The run can ask itself."""
+"""Stopping a run by Ctrl-C, SIGTERM, a closed terminal, or itself; a second signal ends it at once."""
 
 import asyncio
 import os
@@ -17,21 +17,21 @@ log = structlog.get_logger(__name__)
 
 
 PAUSED = 3
-"""Exit status of a run that stopped itself, to be looked at and gone on with."""
+"""Exit status of a run that paused itself for inspection and can be resumed."""
 
 
 class StopRequestedError(Exception):
-    """The user, or the run itself, asked it to stop."""
+    """The user, or the run itself, requested a stop."""
 
 
 class StopSignal:
-    """Remembers the first signal, or why the run shall pause, and wakes whoever waits for it."""
+    """Remembers the first signal or the reason for a pause, and wakes whoever waits for it."""
 
     def __init__(self, on_signal: Callable[[], object] = lambda: None) -> None:
-        """Nothing was asked yet.
+        """Start without a request.
 
         Args:
-            on_signal: Called at the first signal by its handler, wherever the main thread is then.
+            on_signal: Called by the handler of the first signal, while the main thread may be anywhere.
         """
         self._on_signal = on_signal
         self.number: int | None = None
@@ -41,12 +41,12 @@ class StopSignal:
 
     @property
     def is_paused(self) -> bool:
-        """True where the run asked itself, and no signal came."""
+        """True if the run paused itself and no signal arrived."""
         return self.number is None and self.pause_reason is not None
 
     @property
     def exit_status(self) -> int:
-        """130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP, 3 where the run paused itself."""
+        """130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP, 3 if the run paused itself."""
         if self.is_paused:
             return PAUSED
         return 128 + (self.number or signal.SIGTERM)
@@ -83,31 +83,31 @@ class StopSignal:
             self._event.set()
 
     def pause(self, reason: str) -> None:
-        """Ask the run to stop after what it does now; the first reason counts."""
+        """Request a stop after the current work; the first reason counts."""
         if self.pause_reason is None:
             self.pause_reason = reason
             self._event.set()
 
     def check(self) -> None:
-        """Raise StopRequestedError once a signal came, or a pause was asked for."""
+        """Raise StopRequestedError after a signal or a requested pause."""
         if self.number is not None or self.pause_reason is not None:
             raise StopRequestedError
 
     async def wait(self) -> None:
-        """Return when the first signal comes, or a pause is asked for."""
+        """Return at the first signal or requested pause."""
         await self._event.wait()
 
     async def run(self, work: Coroutine[Any, Any, Result], *, what: str, deadline_s: float) -> Result:
-        """Wait for work; cancel it when a signal comes, or when it takes too long.
+        """Wait for work; cancel it on a signal or when it takes too long.
 
         Args:
-            work: What to wait for.
+            work: The work.
             what: Its name in the error, such as "rollouts of step 3".
-            deadline_s: Longest wait.
+            deadline_s: Maximum wait in seconds.
 
         Raises:
             StopRequestedError: A signal came first; the work was cancelled and has ended.
-            DeadlineError: The time ran out; likewise.
+            DeadlineError: The time ran out; the work was cancelled and has ended.
         """
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._event.wait())

@@ -1,1 +1,1 @@
-"""Settings: their names and defaults, where they are read from, errors and help."""
+"""Settings: names, defaults, sources, errors and help."""

@@ -1,4 +1,4 @@
-"""Settings that may differ when a run is resumed: they do not change what it learns from."""
+"""Settings that may differ on resume, because they do not change what the run learns."""
 
 CHANGEABLE_BY_SECTION = {
     "run": ("if_exists", "readable_by"),

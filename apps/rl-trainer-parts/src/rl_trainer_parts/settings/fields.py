@@ -1,4 +1,4 @@
-"""Every setting by name, with its type, default and meaning: what error messages speak of, and `--help` prints."""
+"""Every setting by name, with type, default and meaning, for error messages and `--help`."""
 
 import dataclasses
 import inspect
@@ -18,7 +18,7 @@ from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.suggestions import suggest
 
 ENTRY = "NAME"
-"""Stands for the name of an entry of a table, such as a teacher's."""
+"""Placeholder for the name of a table entry, such as a teacher's."""
 
 ORIGINS = """Settings come from the command line, then environment variables (RL__TRAINER__STEPS=20), then the file.
 Relative paths start at the current folder. Exit status: 0 finished, 1 failed, 2 a mistake in settings or files,
@@ -30,13 +30,13 @@ INDENT = " " * 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SettingField:
-    """One setting, as help and error messages speak of it.
+    """One setting, for help and error messages.
 
     Attributes:
-        name: Such as "trainer.steps".
-        annotation: Its type.
-        default: Its default, or dataclasses.MISSING.
-        meaning: Its words in the section's docstring.
+        name: Full name, such as "trainer.steps".
+        annotation: Type.
+        default: Default value, or dataclasses.MISSING.
+        meaning: Description in the section's docstring.
     """
 
     name: str
@@ -46,7 +46,7 @@ class SettingField:
 
     @property
     def is_text(self) -> bool:
-        """True when the value is taken as it is written."""
+        """True if the value is used as written."""
         kind = typing.get_origin(self.annotation)
         if kind in (dict, tuple, Mapping):
             return False
@@ -55,20 +55,20 @@ class SettingField:
 
     @property
     def entry_kind(self) -> type | None:
-        """Where the value is a table of named entries: the dataclass of an entry."""
+        """The dataclass of an entry, if the value is a table of named entries."""
         if typing.get_origin(self.annotation) is not dict:
             return None
         kind: Any = typing.get_args(self.annotation)[1]
         return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
     def entry_fields(self, entry: str = ENTRY) -> dict[str, "SettingField"]:
-        """Settings of an entry by name, none where there are no entries."""
+        """Settings of an entry by name; empty if there are no entries."""
         kind = self.entry_kind
         return {} if kind is None else {one.name: one for one in fields_of(kind, f"{self.name}.{entry}")}
 
 
 def setting_fields(kind: type[Settings] = Settings) -> dict[str, SettingField]:
-    """Every setting by name, in the order of schema.py; what a table's entries have is in `entry_fields`."""
+    """Every setting by name, in the order of schema.py; settings of table entries are in `entry_fields`."""
     return {
         setting.name: setting
         for section, model_field in kind.model_fields.items()
@@ -84,7 +84,7 @@ def with_value(settings: Settings, name: str) -> str:
 
 
 def find_setting(name: str, kind: type[Settings] = Settings) -> SettingField | None:
-    """A setting, also one of an entry of a table: `distillation.teachers.large.replicas`."""
+    """A setting, including one of a table entry: `distillation.teachers.large.replicas`."""
     known = setting_fields(kind)
     if name in known:
         return known[name]
@@ -100,13 +100,13 @@ def find_setting(name: str, kind: type[Settings] = Settings) -> SettingField | N
 
 
 def changeable_on_resume(kind: type[Settings]) -> frozenset[str]:
-    """Names of the settings that may differ when a run is resumed."""
+    """Names of the settings that may differ on resume."""
     names = (f"{section}.{name}" for section, names in CHANGEABLE_BY_SECTION.items() for name in names)
     return frozenset((*names, *kind.also_changeable_on_resume))
 
 
 def fields_of(kind: Any, prefix: str) -> Iterator[SettingField]:
-    """Settings of a dataclass, and of those within it that are one themselves."""
+    """Settings of a dataclass and of nested dataclasses."""
     meanings = attribute_meanings(kind)
     hints = typing.get_type_hints(kind)
     for entry in dataclasses.fields(kind):
@@ -122,7 +122,7 @@ def fields_of(kind: Any, prefix: str) -> Iterator[SettingField]:
 
 
 def attribute_meanings(kind: type) -> dict[str, str]:
-    """The words after each name of a Google docstring's `Attributes:`."""
+    """The text of each entry in a Google docstring's `Attributes:`."""
     text = inspect.getdoc(kind) or ""
     section = text.partition("Attributes:\n")[2]
     meanings: dict[str, str] = {}
@@ -138,7 +138,7 @@ def attribute_meanings(kind: type) -> dict[str, str]:
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no table, with its whole name."""
+    """Every value that is not a table, by full name."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{key}.")
@@ -167,12 +167,12 @@ def help_text(usage: str, kind: type[Settings] = Settings, *, topic: str = "") -
     """The usage, and every setting with its type, default and meaning.
 
     Args:
-        usage: Of the command.
-        kind: Settings of which trainer.
-        topic: A section or a setting, to explain that alone.
+        usage: The command's usage.
+        kind: The trainer's settings class.
+        topic: A section or setting to explain alone.
 
     Raises:
-        SettingsError: There is no such section or setting.
+        SettingsError: The section or setting does not exist.
     """
     known = setting_fields(kind)
     if topic in kind.model_fields:
@@ -182,7 +182,7 @@ def help_text(usage: str, kind: type[Settings] = Settings, *, topic: str = "") -
         if not endings:
             hint = suggest(topic, [*kind.model_fields, *known])
             raise SettingsError(
-                f"{topic!r} is no section and no setting.{hint} Sections: {', '.join(kind.model_fields)}."
+                f"{topic!r} is neither a section nor a setting.{hint} Sections: {', '.join(kind.model_fields)}."
             )
         return "\n".join(line for one in endings for line in _entry_lines(one, kind))
     sections = textwrap.fill(
@@ -213,7 +213,9 @@ def _explained(setting: SettingField, *, may_differ: bool) -> list[str]:
     is_required = setting.default is dataclasses.MISSING
     default = "required" if is_required else f"default {written(setting.default)}"
     default += "; may differ on resume" if may_differ else ""
-    words = textwrap.wrap(setting.meaning, width - 8, initial_indent=INDENT, subsequent_indent=INDENT)
+    words = textwrap.wrap(
+        setting.meaning, width - 8, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False
+    )
     return [f"  --{setting.name}={describe_type(setting.annotation)}  ({default})", *words]
 
 

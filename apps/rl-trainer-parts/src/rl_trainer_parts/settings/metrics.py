@@ -1,4 +1,4 @@
-"""Settings of what a run says of itself, and of how it is judged."""
+"""Settings of metrics and health checks."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,41 +7,41 @@ from rl_metrics.health import Severity
 from rl_metrics.trackers import ConsoleKind
 
 LEVELS: tuple[Severity, ...] = ("critical", "warning")
-"""Words that `health.pause_on` takes beside names of rules."""
+"""Severities that `health.pause_on` accepts beside names of rules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSettings:
-    """What the run says.
+    """What the run records and displays.
 
     Attributes:
-        console: "auto" (a live display in a terminal, else plain lines), "bar" (the display), "lines", "quiet" (only
-            findings and the end), "json" (an object a line, for programs) or "off".
-        strict: Fail on a metric that is not defined, instead of a warning.
-        log_val_generations: Validation responses that are written down and given to trackers each time, one to a
-            problem; the console shows a few of the first and the last.
-        log_rollouts: Trajectories of each step that are written to rollouts.jsonl, token by token: first the worst and
-            the slowest, the best of the worst one's group, then a draw, two of a group at a time; 0 writes none.
-        log_rollout_tokens: Most tokens of their responses together; at least one trajectory is written.
-        probes: Tokens of validation responses, those of which the first policy is least sure, that the policy is asked
-            about at each validation: what it would rather have had there goes to probes.jsonl.
-        details_every: Steps between two looks at what costs more to see, the first of which is step 1: distributions of
-            rewards, lengths, tokens and times, and each role's memory; 0 makes none.
-        replay_rows: Trajectories of a mixture of experts whose logprobs the learner computes twice in such a step, with
-            the engine's experts and with its own, for `router/k3_kl/*` and `router/logprobs_diff_mean/*`: two forward
-            passes over so many. 0 computes none.
-        report: Write report.html at the end of a launch.
-        report_every: Also each so many steps, by a process beside the run; 0 writes it at the end alone.
-        trace_memory: Also note which lines of code made what is in the trainer's memory; exact, and slow.
-        peak_tflops: What a device that learns can do at most, in 10**12 operations a second of its dtype (312 of an
-            A100 in bfloat16), for `perf/mfu/*`; none leaves these out.
-        trackers: Beside the console and metrics.jsonl: "tensorboard" (in the run's folder), "wandb" (offline where
-            WANDB_MODE says so) and "mlflow".
-        wandb_project: wandb's project.
-        mlflow_uri: A tracking server, whose password may be "$NAME", a variable of the environment, or a database such
-            as "sqlite:///runs/mlflow.db"; none takes MLFLOW_TRACKING_URI, and without it a database in the run's
-            folder.
-        mlflow_experiment: What MLflow compares the run in.
+        console: "auto" (a live display in a terminal, plain lines elsewhere), "bar" (the live display), "lines",
+            "quiet" (only findings and the result), "json" (one JSON object per line) or "off".
+        strict: Fail, instead of warning, on a metric without a definition.
+        log_val_generations: Validation responses to record and send to trackers at each validation, one per prompt. The
+            console shows a few from the first and the last validation.
+        log_rollouts: Trajectories to record token by token in rollouts.jsonl at each step: the worst, the slowest and
+            the best of the worst one's group, then a random sample in pairs from the same group. 0 records none.
+        log_rollout_tokens: Maximum number of response tokens recorded per step; at least one trajectory is always
+            recorded.
+        probes: Number of validation tokens to probe at each validation, chosen where the initial policy is least
+            certain. The policy's preferred alternatives are written to probes.jsonl.
+        details_every: Steps between the more expensive measurements, starting at step 1: histograms of rewards,
+            lengths, tokens and times, and the memory of each role. 0 disables them.
+        replay_rows: Mixtures of experts: trajectories per detailed step whose logprobs the learner computes twice, with
+            the engine's routing and with its own, for `router/k3_kl/*` and `router/logprobs_diff_mean/*`. Costs two
+            forward passes over them; 0 disables it.
+        report: Write report.html when the trainer ends.
+        report_every: Also write it every N steps, in a separate process; 0 writes it only at the end.
+        trace_memory: Also record which lines of code allocated the trainer's memory. Exact, but slow.
+        peak_tflops: Peak throughput of one training device in TFLOP/s for its dtype (312 for an A100 in bfloat16), used
+            for `perf/mfu/*`; none leaves these metrics out.
+        trackers: Trackers beside the console and metrics.jsonl: "tensorboard" (in the run's folder), "wandb" (respects
+            WANDB_MODE=offline) and "mlflow".
+        wandb_project: Weights & Biases project.
+        mlflow_uri: MLflow tracking server, or a database such as "sqlite:///runs/mlflow.db". A password can be "$NAME",
+            an environment variable. none uses MLFLOW_TRACKING_URI, or else a database in the run's folder.
+        mlflow_experiment: MLflow experiment.
     """
 
     console: ConsoleKind = "auto"
@@ -64,15 +64,15 @@ class MetricSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthSettings:
-    """Judging the run while it trains; `rl-metrics rules` lists the rules and their thresholds.
+    """Health checks during training; `rl-metrics rules` lists the rules and their thresholds.
 
     Attributes:
-        enabled: Judge it, write health.json, and say what is wrong.
-        every: Steps between two verdicts.
-        pause_on: Rules whose findings write a checkpoint and stop the run, with exit status 3; "critical" or "warning"
-            stands for every finding at least as bad.
-        thresholds: Other thresholds, by rule and name, such as `{ "kl_high.max" = 0.05 }`.
-        off: Rules to leave out.
+        enabled: Check the run's health, write health.json and report findings.
+        every: Steps between two checks.
+        pause_on: Rules whose findings write a checkpoint and stop the run with exit status 3. "critical" or "warning"
+            means every finding of at least that severity.
+        thresholds: Overrides of thresholds by rule and name, such as `{ "kl_high.max" = 0.05 }`.
+        off: Rules to disable.
     """
 
     enabled: bool = True

@@ -1,7 +1,7 @@
-"""Every setting that both trainers have; `train --help` prints this file's words.
+"""Every setting that both trainers have; `train --help` prints these docstrings.
 
-Values come from, in falling order: the command line (`--trainer.steps=20`), environment variables
-(`RL__TRAINER__STEPS=20`), the TOML file, the defaults here. Nothing is ever rewritten by the program.
+Values come from, in order of precedence: the command line (`--trainer.steps=20`), environment variables
+(`RL__TRAINER__STEPS=20`), the TOML file, the defaults here. The program never changes a setting.
 """
 
 from dataclasses import dataclass, field
@@ -26,16 +26,16 @@ ReadableBy = Literal["owner", "group", "everyone"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Where the run lives.
+    """Name, folder and seed of the run.
 
     Attributes:
-        name: Folder of the run, below `directory`.
-        directory: Where runs are kept.
-        seed: Of prompt order and sampling.
-        if_exists: When the folder holds a run already: "refuse", "resume" it, or "archive" it under another
-            name and start anew.
-        readable_by: Who may read the folder and all that the run's processes write: its "owner", its "group", or
-            "everyone"; only its owner may write.
+        name: Name of the run, and of its folder below `directory`.
+        directory: Parent folder of all runs.
+        seed: Seed of the prompt order and of sampling.
+        if_exists: What to do when the run's folder already holds a run: "refuse" to start, "resume" it, or "archive" it
+            under another name and start a new run.
+        readable_by: Who may read the run's folder and every file its processes write: its "owner", its "group" or
+            "everyone". Only the owner may write.
     """
 
     name: str = "run"
@@ -47,11 +47,11 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
-    """The model that is trained.
+    """The model to train.
 
     Attributes:
-        path: Hugging Face folder with configuration, tokenizer and safetensors.
-        learner: "megatron", or "torch" (the plain reference learner).
+        path: Hugging Face folder with configuration, tokenizer and safetensors weights.
+        learner: "megatron", or "torch" for the plain reference learner.
     """
 
     path: Path
@@ -60,21 +60,22 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSettings:
-    """The problems.
+    """The prompts to train and evaluate on.
 
     Attributes:
-        train: Parquet, JSONL, or a Hugging Face dataset on disk.
-        validation: Evaluated every `trainer.validate_every` steps; use it to choose settings.
-        test: Evaluated only before the first and after the last step; never used to choose anything.
-        max_tokens: Longest prompt, template included.
-        overlong: What to do with a longer one: "error" or "drop".
-        plain_prompts: Tokenize a prompt that is text as it stands ("raw"), or as a user's message ("chat").
-        requires_ground_truth: Refuse rows with neither `reward_model.ground_truth` nor `answer`.
-        template_options: Variables of the chat template, such as {enable_thinking = false}.
-        validation_limit: Use only the first so many validation problems; none uses all.
-        validation_samples: Responses to each validation and test problem; of several, pass@k, the best, the worst and
-            the majority of n are told.
-        validation_temperature: Of these responses; 0 takes the likeliest token each time.
+        train: Training prompts: Parquet, JSONL, or a Hugging Face dataset on disk.
+        validation: Validation prompts, evaluated every `trainer.validate_every` steps. Use them to choose settings.
+        test: Test prompts, evaluated only before the first and after the last step. They never influence the run.
+        max_tokens: Maximum prompt length in tokens, including the chat template.
+        overlong: What to do with a prompt above `max_tokens`: "error" or "drop".
+        plain_prompts: How to tokenize a prompt that is plain text: "raw", exactly as it stands, or "chat", as a user
+            message.
+        requires_ground_truth: Refuse rows that have neither `reward_model.ground_truth` nor `answer`.
+        template_options: Variables passed to the chat template, such as {enable_thinking = false}.
+        validation_limit: Use only the first N validation prompts; none uses all.
+        validation_samples: Responses per validation and test prompt. With several, pass@k, best, worst and
+            majority-vote scores are reported.
+        validation_temperature: Sampling temperature for validation and test responses; 0 is greedy.
     """
 
     train: Path
@@ -92,28 +93,30 @@ class PromptSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
-    """How responses are made.
+    """How responses are generated.
 
     Attributes:
-        engine: "vllm", "transformers", or the name of one installed by another package.
-        placement: "inline" (in the learner's process, where a debugger works), "process" (processes of this machine),
-            or "ray" (actors of Ray, on one machine or many); see `replicas`.
-        loop: Agent loop by name: "single_turn", "tools", "environment", "agent", "verifiers" (shown in
-            examples/verifiers), or one installed by another package.
-        loop_options: Its options, a table.
-        audit_share: Share of the sessions whose tokens are proved to be those that the engine sampled.
-        rescored_share: Share of the sessions that the engine scores again, while it serves what sampled them.
-        sleep: Let the engine free its memory while the learner trains, where its platform can.
-        sleep_keeps_weights: Keep a sleeping engine's weights on the host (level 1). false drops them (level 2): use it
-            to save both copies when each update brings all weights, so not with lora.serving = "adapter".
-        prompts_per_step: Prompts of a step.
-        group_size: Sessions of each prompt.
-        max_response_tokens: Longest response.
-        temperature: Of training samples.
-        top_p: Nucleus of training samples; 1 keeps every token.
-        top_k: Keep the k likeliest tokens; none keeps all.
-        deadline_s: Longest wait for one step's rollouts.
-        start_deadline_s: Longest wait for the engine to start.
+        engine: "vllm", "transformers", or the name of an engine that another package installs.
+        placement: Where the engine runs: "inline" (in the trainer's process, easy to debug), "process" (in processes on
+            this machine) or "ray" (in Ray actors, on one or more machines). See `replicas`.
+        loop: Agent loop: "single_turn", "tools", "environment", "agent", "verifiers" (see examples/verifiers), or the
+            name of a loop that another package installs.
+        loop_options: Options of the agent loop.
+        audit_share: Share of sessions that are audited: their tokens must be exactly the tokens the engine sampled.
+        rescored_share: Share of sessions that the engine scores a second time, with the same weights, to check its own
+            logprobs.
+        sleep: Free the engine's memory while the learner trains, on platforms that support it.
+        sleep_keeps_weights: Keep a sleeping engine's weights in host memory (vLLM's sleep level 1). false drops them
+            (level 2), which saves host memory; it needs updates that carry all weights, so it does not work with
+            lora.serving = "adapter".
+        prompts_per_step: Prompts per training step.
+        group_size: Sessions per prompt (GRPO's group size).
+        max_response_tokens: Maximum response length in tokens.
+        temperature: Sampling temperature for training.
+        top_p: Nucleus sampling threshold for training; 1 keeps every token.
+        top_k: Sample from the k most likely tokens; none keeps all.
+        deadline_s: Maximum time for one step's rollouts.
+        start_deadline_s: Maximum time for the engine to start.
     """
 
     engine: str = "vllm"
@@ -136,14 +139,14 @@ class RolloutSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """The engine's replicas, where it has processes of its own; requests are spread over them.
+    """Replicas of an engine that runs in its own processes; requests are balanced across them.
 
     Attributes:
-        count: How many.
-        cpus: CPUs to set aside for each; 0 shares what there is.
-        gpus: GPUs to set aside for each; none takes what one needs, where this machine has GPUs and there are several
-            replicas.
-        restarts: How often one that died is started again, with the present weights; its requests go to others.
+        count: Number of replicas.
+        cpus: CPUs reserved for each replica; 0 shares all CPUs.
+        gpus: GPUs reserved for each replica. With none, a replica reserves as many as it needs if this machine has GPUs
+            and there are several replicas.
+        restarts: How often a dead replica is restarted with the current weights. Other replicas take over its requests.
     """
 
     count: int = 1
@@ -154,19 +157,20 @@ class ReplicaSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSettings:
-    """How the learner's weights reach engines in processes of their own.
+    """How the learner's weights reach engines in other processes.
 
     Attributes:
-        transport: "file" (in shared memory of this machine; an engine elsewhere gets its bytes), "ipc" (in memory of
-            the GPU that one engine in a process of its own shares with a learner of one rank; a copy of the weights
-            stays there until the next update, or until it is taken where replicas.restarts is 0), or buckets over the
-            network by "tcp" (CPUs; "gloo" is its earlier name) or "nccl" (GPUs; engine and learner need different
-            ones); or "direct", for a model that is too large for one process: each rank of the learner sends what it
-            holds, by nccl from GPUs and by tcp from CPUs. An engine that is started again while weights change waits
-            for the next ones then.
-        host: Address of this machine, as the engines reach it, for all but file. Nothing listens on another one.
-        bucket_mib: Size of a bucket; with direct, of those of all ranks together.
-        deadline_s: Longest wait for a bucket.
+        transport: "file": shared memory on this machine, and the same bytes over the network for a remote engine.
+            "ipc": the memory of the GPU that one engine process shares with a single-rank learner; the copy stays there
+            until the next update, or only until the engine has loaded it if replicas.restarts is 0. "tcp" (CPUs;
+            formerly "gloo") and "nccl" (GPUs; engine and learner on different GPUs): broadcast in buckets over the
+            network. "direct": every learner rank sends its own shards, over NCCL from GPUs and over TCP from CPUs; use
+            it when one process cannot hold the model. With direct, an engine that restarts during an update waits for
+            the next one.
+        host: Address of this machine that the engines can reach; every transport but "file" listens on it, and on no
+            other.
+        bucket_mib: Size of a bucket in MiB. With direct, the size of all ranks' buckets together.
+        deadline_s: Maximum wait for a bucket.
     """
 
     transport: Literal["file", "ipc", "tcp", "gloo", "nccl", "direct"] = "file"
@@ -176,36 +180,38 @@ class WeightSettings:
 
 
 OptionValue = bool | int | float | str
-"""What an option of an advantage or a policy loss can be."""
+"""Type of an option of an advantage or a policy loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSettings:
-    """What is optimised.
+    """The objective.
 
     Attributes:
         advantage: "grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo", "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline", "gae" (needs a critic), or the name of one installed by another package.
-        advantage_options: Its options, such as {gamma = 0.99, lam = 0.95} of gae, or {weights = {accuracy = 1.0}} of
-            gdpo, which names the components of the reward.
-        session_rule: What a session is worth that gave several trajectories: "last" (all get the last one's
-            advantage), "last_only" (the last alone gets it), "mean", or "each" (every trajectory for itself).
+            "reinforce_plus_plus_baseline", "gae" (needs a critic), or the name of an advantage that another package
+            installs.
+        advantage_options: Options of the advantage, such as {gamma = 0.99, lam = 0.95} for gae, or {weights = {accuracy
+            = 1.0}} for gdpo, where the names are components of the reward.
+        session_rule: How a session with several trajectories is credited: "last" (all get the advantage of the last
+            one), "last_only" (only the last one trains), "mean", or "each" (every trajectory has its own advantage).
         policy_loss: "ppo_clip", "gspo", "geo_mean" (GMPO), "sapo", "cispo", "gpg", "dppo_tv", "dppo_kl", "clip_cov",
-            "kl_cov", or the name of one installed by another package.
-        policy_loss_options: Its further options, such as {dual_clip = inf} of ppo_clip, which turns the dual clip off.
-        clip_low: Clip range below; none takes the policy loss's own (ppo_clip: ratios below 1 - 0.2).
-        clip_high: Clip range above; none takes the policy loss's own (ppo_clip: ratios above 1 + 0.2).
-        aggregation: "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm" or "seq-mean-token-mean",
-            over the whole batch.
-        kl_in: Where the KL to the frozen initial policy counts: in the "loss", or as a penalty in the "reward".
-        kl_coefficient: Weight of that KL; 0 loads no reference.
-        kl_estimator: "k1", "k2", "k3" or "abs"; in the loss also "k1+", "k3+" or "abs+", their values with k2's
-            gradient.
-        kl_target: KL in nats a token that the coefficient is adapted to hold; none leaves it fixed.
-        kl_horizon: Trajectories over which an error of 20 % changes an adapted coefficient by 20 %.
+            "kl_cov", or the name of a loss that another package installs.
+        policy_loss_options: Further options of the policy loss, such as {dual_clip = inf}, which disables ppo_clip's
+            dual clip.
+        clip_low: Lower clip range; none uses the loss's default (ppo_clip: 0.2, so ratios below 1 - 0.2 are clipped).
+        clip_high: Upper clip range; none uses the loss's default (ppo_clip: 0.2, so ratios above 1 + 0.2 are clipped).
+        aggregation: How token losses are averaged over the whole batch: "token-mean", "seq-mean-token-sum",
+            "seq-mean-token-sum-norm" or "seq-mean-token-mean".
+        kl_in: Where the KL to the frozen initial policy is applied: in the "loss", or as a penalty in the "reward".
+        kl_coefficient: Weight of that KL; 0 loads no reference model.
+        kl_estimator: "k1", "k2", "k3" or "abs". In the loss also "k1+", "k3+" and "abs+", which combine their value
+            with k2's gradient.
+        kl_target: Target KL in nats per token for an adaptive coefficient; none keeps the coefficient fixed.
+        kl_horizon: Number of trajectories over which a 20 % error in the KL changes an adaptive coefficient by 20 %.
         entropy_coefficient: Weight of the entropy bonus.
-        old_logprobs: PPO's denominator: "rollout" takes the engine's logprobs, "recompute" the learner's own
-            before the update.
+        old_logprobs: Denominator of PPO's ratio: "rollout" uses the engine's logprobs, "recompute" the learner's own,
+            computed before the update.
     """
 
     advantage: str = "grpo"
@@ -227,16 +233,17 @@ class AlgorithmSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionSettings:
-    """What is done about the engine's probabilities, which are slightly other than the learner's.
+    """Corrects for the small differences between the engine's and the learner's probabilities.
 
     Attributes:
-        weights: Importance weights of learner over engine by "token" or by "sequence", or "none"; needs
+        weights: Importance weights (learner over engine) per "token" or per "sequence", or "none". Needs
             algorithm.old_logprobs = "recompute".
-        cap: Largest weight.
-        floor: Smallest weight: what is outside floor and cap then weighs 0 (IcePop); none truncates at the cap alone.
-        reject: Bound of each criterion by which tokens or trajectories are left out of training: token_k1, token_k2,
-            token_k3, or one of seq_sum, seq_mean and seq_max with the same endings, such as {seq_mean_k3 = 0.01} or
-            {token_k1 = [0.5, 2.0]}; needs algorithm.old_logprobs = "recompute".
+        cap: Maximum importance weight.
+        floor: Minimum importance weight: anything outside [floor, cap] gets weight 0 (IcePop). With none, weights are
+            only truncated at the cap.
+        reject: Bounds beyond which tokens or trajectories do not train, by criterion: token_k1, token_k2, token_k3, or
+            seq_sum, seq_mean and seq_max with the same endings; for example {seq_mean_k3 = 0.01} or {token_k1 = [0.5,
+            2.0]}. Needs algorithm.old_logprobs = "recompute".
     """
 
     weights: Literal["none", "token", "sequence"] = "none"
@@ -247,15 +254,15 @@ class CorrectionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSettings:
-    """The critic of `algorithm.advantage = "gae"`; what is not here is as in `[learner]`.
+    """The critic for `algorithm.advantage = "gae"`. Settings not listed here come from `[learner]`.
 
     Attributes:
-        path: Hugging Face folder to begin with; none takes the policy's, under a value head of zeros.
+        path: Hugging Face folder with the critic's initial weights; none uses the policy's, with a value head of zeros.
         learning_rate: Peak learning rate.
         warmup_steps: Steps of linear warm-up from 0.
-        clip_grad: Largest global gradient norm; 0 turns clipping off.
-        value_clip: Largest distance of a value from the one before the step's updates that is learnt from; inf is off.
-        head_start_steps: Steps in which the critic alone trains, before the policy does.
+        clip_grad: Maximum global gradient norm; 0 disables clipping.
+        value_clip: PPO's value clip: the maximum distance from the value before the update; inf disables it.
+        head_start_steps: Steps at the start that train only the critic.
     """
 
     path: Path | None = None
@@ -271,14 +278,14 @@ class ClusterSettings:
     """Where the learner's ranks run.
 
     Attributes:
-        kind: "inline" (one rank, in the trainer's process, where a debugger works), "process" (each rank in a process
-            of this machine), or "ray" (each in an actor of Ray, on one machine or many).
-        cpus_per_rank: CPUs to set aside for each rank; 0 shares what there is.
-        gpus_per_rank: GPUs to set aside for each rank; 0 trains on CPUs, none takes one where this machine has GPUs.
-        ray_address: "host:port" of a Ray cluster to join, for ranks and engines, whose token is in RAY_AUTH_TOKEN; none
-            starts one here.
-        start_deadline_s: Longest wait for the ranks to start.
-        call_deadline_s: Longest wait for an answer of theirs, such as that of an optimizer step.
+        kind: "inline" (one rank, in the trainer's process, easy to debug), "process" (each rank in a process on this
+            machine) or "ray" (each rank in a Ray actor, on one or more machines).
+        cpus_per_rank: CPUs reserved for each rank; 0 shares all CPUs.
+        gpus_per_rank: GPUs reserved for each rank. 0 trains on CPUs; none reserves one if this machine has GPUs.
+        ray_address: "host:port" of the Ray cluster to join, for ranks and engines; its token is read from
+            RAY_AUTH_TOKEN. none starts a local cluster.
+        start_deadline_s: Maximum time for the ranks to start.
+        call_deadline_s: Maximum time for one call to the ranks, such as an optimizer step.
     """
 
     kind: Literal["inline", "process", "ray"] = "inline"
@@ -291,22 +298,24 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """The loop.
+    """The training loop.
 
     Attributes:
-        steps: Steps to train; each makes one batch of rollouts.
-        minibatches: Optimizer updates that a step's groups are divided into.
-        epochs: How often a step's groups are gone through.
-        max_skipped_updates: Updates in a row whose loss or gradients may be not finite; they are skipped. One more ends
-            the run, with the rows saved.
+        steps: Training steps; each trains on one batch of rollouts.
+        minibatches: Optimizer updates per epoch; the step's groups are split evenly between them.
+        epochs: Passes over each step's groups.
+        max_skipped_updates: How many consecutive updates may be skipped because the loss or a gradient is not finite.
+            One more stops the run and saves the rows.
         offload: Free the learner's memory while the engine generates.
         validate_every: Steps between validations; 0 validates only at the end.
         validate_first: Also validate before the first step.
-        checkpoint_every: Steps between checkpoints; 0 writes only the last.
-        keep_checkpoints: How many of the newest to keep.
-        background_checkpoints: Write them while training goes on, from a copy of the learner's state in memory.
-        canary_prompts: Prompts whose logprobs prove each weight update.
-        proof_tolerance: Largest canary difference in nats; none chooses by the engine's dtype.
+        checkpoint_every: Steps between checkpoints; 0 writes only the last one.
+        keep_checkpoints: Number of most recent checkpoints to keep.
+        background_checkpoints: Write checkpoints in the background, from an in-memory copy of the learner's state,
+            while training continues.
+        canary_prompts: Number of prompts whose logprobs are compared to prove each weight update.
+        proof_tolerance: Maximum difference in nats between engine and learner on those prompts; none uses the default
+            for the engine's dtype.
     """
 
     steps: int = 100
@@ -324,14 +333,14 @@ class TrainerSettings:
 
 
 UPDATE_KL = ("actor/ppo_kl", "rollout_corr/kl")
-"""Metrics of how far the policy is from the one that sampled."""
+"""Metrics of the distance between the policy and the one that sampled."""
 
 
 class Settings(BaseSettings):
-    """All settings of a run, in the order of use; a trainer that has more derives from it.
+    """All settings of a run, in the order of use; a trainer with further settings derives from it.
 
     Attributes:
-        also_changeable_on_resume: Of those more, the ones that may differ when a run is resumed.
+        also_changeable_on_resume: Further settings that may differ when a run is resumed.
     """
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True)
@@ -361,20 +370,20 @@ class Settings(BaseSettings):
 
     @property
     def placements(self) -> dict[str, str]:
-        """Where each part of the run lives, by the setting that says so."""
+        """Where each part of the run is placed, by the setting that decides it."""
         return {"cluster.kind": self.cluster.kind, "rollout.placement": self.rollout.placement}
 
     @property
     def zero_metrics(self) -> tuple[str, ...]:
-        """Metrics that are 0 by design: a step's only update begins at the very policy that sampled."""
+        """Metrics that are 0 by design, because a step's only update starts from the policy that sampled."""
         return ("training/staleness/mean", *(UPDATE_KL if self.has_one_update else ()))
 
     @property
     def has_one_update(self) -> bool:
-        """True where each step updates the policy once."""
+        """True if each step updates the policy once."""
         return self.trainer.minibatches == self.trainer.epochs == 1
 
     @property
     def run_folder(self) -> Path:
-        """Where everything of the run lies."""
+        """The run's folder."""
         return self.run.directory / self.run.name

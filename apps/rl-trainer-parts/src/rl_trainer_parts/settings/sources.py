@@ -1,4 +1,4 @@
-"""Where settings come from, how they are explained, and what is said when they are wrong."""
+"""Read settings from their sources, and report what is wrong with them."""
 
 import dataclasses
 import os
@@ -32,11 +32,11 @@ def load_settings(
     Args:
         file: TOML file, or None.
         arguments: `--section.name=value` or `--section.name value`.
-        environment: Variables; those that begin with RL__ are read.
-        kind: Settings of which trainer.
+        environment: Environment variables; those that start with RL__ are read.
+        kind: The trainer's settings class.
 
     Raises:
-        SettingsError: A name is unknown or a value is wrong; all of them are listed.
+        SettingsError: A name is unknown or a value is wrong; all problems are listed.
     """
     wrong: list[str] = []
     merged: dict[str, dict[str, Any]] = {}
@@ -56,7 +56,7 @@ def load_settings(
 
 
 def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set a value within tables, which are copied: a file's table keeps what another place does not set."""
+    """Set a value in nested tables, which are copied: a file's table keeps what another source does not set."""
     for key in path[:-1]:
         below = values.get(key)
         values[key] = dict(below) if isinstance(below, Mapping) else {}
@@ -74,13 +74,13 @@ def build_settings(
     """Validate nested values.
 
     Args:
-        values: By section and name.
-        origins: Where they come from, by whole name.
-        kind: Settings of which trainer.
-        also: What else is wrong, in words.
+        values: Values by section and name.
+        origins: Where each value comes from, by full name.
+        kind: The trainer's settings class.
+        also: Further problems, in words.
 
     Raises:
-        SettingsError: Something is missing or has the wrong type; all of it is listed.
+        SettingsError: A setting is missing or has the wrong type; all problems are listed.
     """
     origins = origins or {}
     wrong = [*also, *_redacted(values, origins), *_booleans_for_numbers(values, origins, kind)]
@@ -94,7 +94,7 @@ def build_settings(
 
 
 def _redacted(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """A run's own settings.toml has no literal secrets; whoever starts from it gives them again."""
+    """Refuse redacted secrets: a run's own settings.toml has none, so the user must give them again."""
     for name in redacted_names(values):
         yield (
             f"{name}: the secret is redacted in this file{_origin(name.partition('[')[0], origins)}. Take the settings "
@@ -103,7 +103,7 @@ def _redacted(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator
 
 
 def _booleans_for_numbers(values: Mapping[str, Any], origins: Mapping[str, str], kind: type[Settings]) -> Iterator[str]:
-    """Python counts true as 1, and pydantic with it; who wrote it meant something else."""
+    """Refuse true and false as numbers, which Python and pydantic accept as 1 and 0."""
     for name, found in leaves(values):
         setting = find_setting(name, kind)
         kinds = {setting.annotation, *typing.get_args(setting.annotation)} if setting is not None else set()
@@ -114,7 +114,7 @@ def _booleans_for_numbers(values: Mapping[str, Any], origins: Mapping[str, str],
 
 
 def _origin(name: str, origins: Mapping[str, str]) -> str:
-    """Where a value came from, or the table that it is in; as words in parentheses, none where nobody knows."""
+    """Where a value, or the table that contains it, comes from, in parentheses; empty if unknown."""
     while name not in origins and "." in name:
         name = name.rpartition(".")[0]
     return f" ({origins[name]})" if name in origins else ""
@@ -149,7 +149,7 @@ def _explain(problem: Mapping[str, Any], origins: Mapping[str, str], kind: type[
 
 
 def _shown(value: Any, setting: SettingField) -> str:
-    """A value for a message, without secrets: in text where a table is expected, nobody knows which part is one."""
+    """A value for an error message; text in place of a table is not shown, as any part may be secret."""
     if isinstance(value, str) and not setting.is_text and any(mark in value for mark in "{=["):
         return f"text of {len(value)} characters that is no TOML, which has = where JSON has a colon"
     return repr(redact_option(setting.name.rpartition(".")[2], value))
@@ -158,7 +158,7 @@ def _shown(value: Any, setting: SettingField) -> str:
 def _explain_entry(
     problem: Mapping[str, Any], place: Sequence[str], table: SettingField, origins: Mapping[str, str]
 ) -> str:
-    """What is wrong with a setting of an entry of a table."""
+    """Describe an error in a setting of a table entry."""
     name, known = ".".join(place), table.entry_fields(place[2])
     where = _origin(name, origins)
     if problem["type"] == "unexpected_keyword_argument":
@@ -228,7 +228,7 @@ def _from_arguments(arguments: Sequence[str], kind: type[Settings], wrong: list[
 
 
 def parse_text(name: str, text: str, kind: type[Settings] = Settings) -> Any:
-    """The value that a text stands for: TOML, "none", or the text itself."""
+    """Parse a value: TOML, "none", or the text itself."""
     setting = find_setting(name, kind)
     if setting is None:
         return text
@@ -243,14 +243,14 @@ def parse_text(name: str, text: str, kind: type[Settings] = Settings) -> Any:
 
 
 def _entry_of(name: str, kind: type[Settings]) -> dict[str, SettingField]:
-    """Settings of the entry that a name speaks of: of `distillation.teachers.large.modle` those of teacher large."""
+    """Settings of the entry in a name: of `distillation.teachers.large.modle` those of teacher large."""
     section, key, entry, *_ = [*name.split(".", 3), "", "", ""]
     table = setting_fields(kind).get(f"{section}.{key}")
     return {} if table is None else table.entry_fields(entry)
 
 
 def _is_known(name: str, origin: str, kind: type[Settings], wrong: list[str]) -> bool:
-    """Whether there is such a setting; where there is none, `wrong` is told."""
+    """True if the setting exists; otherwise the problem is added to `wrong`."""
     if find_setting(name, kind) is not None:
         return True
     known = {**setting_fields(kind), **_entry_of(name, kind)}

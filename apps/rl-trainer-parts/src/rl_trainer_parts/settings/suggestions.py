@@ -1,20 +1,20 @@
-"""Which setting a name stands for that is none."""
+"""Suggest the setting that an unknown name means."""
 
 import difflib
 from collections.abc import Iterable
 
 MAX_SUGGESTIONS = 3
 FLAGS = ("dry-run", "replay", "resume")
-"""What `train` takes beside settings."""
+"""Options of `train` that are not settings."""
 
 OF_ASYNC = ("schedule", "roles")
-"""Sections that rl-async-trainer has beside those of both trainers."""
+"""Sections that only rl-async-trainer has."""
 
 OF_ROUTERS = ("aux_loss", "z_loss", "bias_update")
-"""Parts of what Megatron and others call losses of a mixture's router, and updates of its bias."""
+"""Parts of the names that Megatron and others give to a mixture's router losses and bias updates."""
 
 MIN_LIKENESS = 0.7
-"""Of the last parts of two names, or of two sections."""
+"""Minimum similarity of the last parts of two names, or of two sections."""
 
 OTHER_NAMES = {
     "batch_size": "rollout.prompts_per_step",
@@ -33,16 +33,16 @@ OTHER_NAMES = {
     "train_files": "prompts.train",
     "val_files": "prompts.validation",
 }
-"""What verl and TRL call settings, by the last part of the name."""
+"""Names of settings in verl and TRL, by their last part."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """A hint such as " Did you mean 'trainer.steps' or 'skip.steps'?"; empty where nothing is near.
+    """A hint such as " Did you mean 'trainer.steps' or 'skip.steps'?"; empty if nothing is similar.
 
-    Settings are compared by the last part of their names, then by their section; equals stay in the order of use.
+    Names are compared by their last part, then by section; ties keep the order of use.
 
     Args:
-        name: What was written.
+        name: The unknown name.
         known: Names of all settings, in the order of use.
     """
     names = list(known)
@@ -53,7 +53,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     if section in OF_ASYNC and not any(one.startswith(f"{section}.") for one in names):
         return f" [{section}] is a section of rl-async-trainer."
     if any(part in ending for part in OF_ROUTERS):
-        return " The learners add no loss of a mixture's router, and keep its bias as it was loaded: leave it out."
+        return " The learners add no router loss and keep the router's bias as loaded: leave it out."
     likeness = {one: _likeness(ending, one.rpartition(".")[2]) for one in names}
     best = max(likeness.values(), default=0.0)
     found = [one for one in names if likeness[one] == best] if best >= MIN_LIKENESS else []
@@ -73,5 +73,5 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def _likeness(name: str, other: str) -> float:
-    """From 0, nothing alike, to 1, equal."""
+    """Similarity from 0 to 1."""
     return difflib.SequenceMatcher(None, name, other).ratio()

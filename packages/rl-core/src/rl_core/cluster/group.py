@@ -308,7 +308,7 @@ class _Budget:
         if not self._policy.max_restarts:
             return ""
         within = "" if self._policy.within_s is None else f" within {self._policy.within_s:g} s"
-        return f"It was restarted {len(self._times)} times{within}, and is not again."
+        return f"It was restarted {len(self._times)} times{within}, the maximum."
 
 
 async def _settle(tasks: Sequence["asyncio.Task[Any]"], limit_s: float) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from rl_core.errors import NotReadyError, RLError, TransferError
+from rl_core.errors import NotReadyError, RLError, SettingsError, TransferError
 from rl_core.record_fields import settings_record
 from rl_core.weights.broadcast_group import SENDER, BroadcastGroup
 from rl_core.weights.secret_sockets import SECRET_BYTES, Listener, hang_up, is_readable, receive_message, send_message
@@ -85,10 +85,15 @@ class WeightSender:
         """Listen.
 
         Raises:
-            SettingsError: This machine has no such address.
+            SettingsError: This machine has no such address, or no GPU to send from by NCCL.
         """
         secret = secrets.token_bytes(SECRET_BYTES)
         is_nccl = options.backend == "nccl"
+        if is_nccl and not torch.cuda.is_available():
+            raise SettingsError(
+                'weights.transport = "nccl" sends weights from a GPU; torch finds none here. Set weights.transport = '
+                '"tcp" or "file".'
+            )
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
         self._engines: dict[str, _Engine] = {}
         self._packed: tuple[int, Iterable[torch.Tensor]] | None = None

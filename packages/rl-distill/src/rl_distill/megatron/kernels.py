@@ -48,8 +48,8 @@ def chosen_kernels(wanted: KernelChoice, *, device: torch.device, dtype: torch.d
         return PLAIN
     if wanted == "transformer_engine" and device.type == "cpu":
         raise SettingsError(
-            'kernels = "transformer_engine" needs a GPU: the library computes nowhere else; found a CPU. Set kernels '
-            'to "plain" or "auto".'
+            'learner.kernels = "transformer_engine" needs a GPU; this learner is on a CPU. Set learner.kernels = '
+            '"auto", which uses what the device has.'
         )
     return Kernels(
         attention=_attention(device=device, dtype=dtype, head_dim=head_dim),
@@ -65,8 +65,8 @@ def _attention(*, device: torch.device, dtype: torch.dtype, head_dim: int) -> Li
         return "varlen" if has_gpu_kernels(device, dtype=dtype, head_dim=head_dim) else "buckets"
     if not has_cpu_kernels():
         raise SettingsError(
-            'kernels must be "plain" or "auto" on a CPU, for which torch has no flash attention; found what GPUs take. '
-            "A test of it calls rl_distill.testing.install_cpu_kernels() first, in every process with a rank."
+            'learner.kernels = "fused" needs a GPU, as torch has flash attention only there; this learner is on a CPU. '
+            'Set learner.kernels = "auto", which uses what the device has.'
         )
     return "varlen"
 

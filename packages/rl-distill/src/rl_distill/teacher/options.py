@@ -24,11 +24,11 @@ _TEACHER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 @settings_record
 class ResourceOptions:
-    """What is set aside for each replica of a teacher, and for each of its ranks.
+    """Resources reserved for each replica of a teacher, or for each of its ranks.
 
     Attributes:
-        cpus: CPUs; 0 shares what there is.
-        gpus: GPUs; none takes one where this machine has GPUs, 0 scores on CPUs.
+        cpus: CPUs; 0 shares all CPUs.
+        gpus: GPUs. none reserves one if this machine has GPUs; 0 scores on CPUs.
     """
 
     cpus: float = 0.0
@@ -46,23 +46,25 @@ class TeacherOptions:
     """One teacher.
 
     Attributes:
-        model: Hugging Face folder with configuration, tokenizer and safetensors.
-        engine: "vllm" (prompt logprobs), or "megatron" (a forward pass).
-        replicas: How many score side by side.
-        resources: What is set aside for each replica, a table: {cpus = 2, gpus = 1}; with tensor > 1 for each of its
+        model: Hugging Face folder with configuration, tokenizer and safetensors weights.
+        engine: How the teacher scores: "vllm" (prompt logprobs) or "megatron" (a forward pass).
+        replicas: Number of replicas that score in parallel.
+        resources: Resources reserved for each replica, such as {cpus = 2, gpus = 1}; with tensor > 1, for each of its
             ranks.
-        data_sources: Values of distillation.route_by that it answers for.
-        placement: "process" (processes of this machine), or "ray" (actors of Ray, on one machine or many).
-        dtype: What it computes in: "float32" or "bfloat16".
-        max_model_len: Most tokens of a trajectory; none takes what prompts and responses can have here.
-        tensor: Ranks of one replica that share each weight matrix; Megatron's share a mixture's experts whole where
+        data_sources: Values of distillation.route_by that this teacher scores.
+        placement: "process" (processes on this machine) or "ray" (Ray actors, on one or more machines).
+        dtype: Computation dtype: "float32" or "bfloat16".
+        max_model_len: Maximum trajectory length in tokens; none uses the maximum length of prompt and response.
+        tensor: Tensor-parallel size of a replica. Megatron teachers place whole experts of a mixture on ranks where
             they can.
-        max_batch_tokens: Tokens scored at once; a longer trajectory is scored alone.
-        num_threads: CPU threads of a replica; none leaves the library's choice.
-        kv_cache_gib: Memory of vLLM's KV cache; none takes 1 on CPUs, and on GPUs what gpu_memory_utilization leaves.
-        gpu_memory_utilization: Share of a GPU's memory that vLLM may use, weights included.
-        sleep: Free its memory between steps, where its engine can.
-        restarts: How often a replica that died after its first start is started again; what it owed is scored anew.
+        max_batch_tokens: Maximum tokens scored in one batch; a longer trajectory is scored alone.
+        num_threads: CPU threads of a replica; none keeps the library's default.
+        kv_cache_gib: Size of vLLM's KV cache in GiB. none uses 1 on CPUs, and on GPUs whatever gpu_memory_utilization
+            leaves.
+        gpu_memory_utilization: Share of a GPU's memory that vLLM may use, including weights.
+        sleep: Free the teacher's memory between steps, if its engine can.
+        restarts: How often a replica that dies after its first start is restarted; its unfinished scores are computed
+            again.
     """
 
     model: Path
@@ -98,29 +100,33 @@ class TeacherOptions:
 
 @settings_record
 class DistillationOptions:
-    """What the policy learns from teachers; without a teacher, and without texts, nothing.
+    """What the policy learns from teachers. Off unless there is a teacher or a column of texts.
 
     Attributes:
-        teachers: A table of each teacher: `[distillation.teachers.NAME]`; options below.
-        default_teacher: Name of the teacher for every value of route_by that no other answers for.
-        route_by: What tells which teacher scores a prompt: "data_source", or any column of the prompts.
-        loss: "forward_kl", "reverse_kl" or "js" compare distributions; "k1", "abs", "k2" or "k3" the sampled token
-            alone; "uld" the sorted probabilities, for another vocabulary; "nll" imitates `texts`, without a teacher.
-        distribution: Of the first three: the teacher's "top_k" tokens, or its "full" distribution (Megatron teachers).
-        top_k: How many of the teacher's likeliest tokens; at most 1000.
-        tail: What becomes of the probability outside the top k: a "bucket" of its own, "drop", or "renormalise".
-        beta: Share of the teacher in js's mixture.
-        used_as: "loss", or "reward" in the policy gradient (k1, abs, k2 and k3 alone).
-        coefficient: Weight of it.
-        use_task_rewards: Also learn from the rewards, by the settings of `[algorithm]`.
-        temperature: Of both distributions; vLLM teachers give 1 alone.
-        max_loss: Largest loss of a token; none does not clamp.
-        min_logprob: Smallest logprob of either side; none does not clamp.
-        other_tokenizer: A teacher with another vocabulary: "refuse", or "align" its scores by spans of text.
-        texts: Column of the prompts that has a teacher's text, which is trained on in place of rollouts.
-        cache: zarr folder of teachers' scores: read where a trajectory is there, written where it is not.
-        deadline_s: Longest wait for teachers in a step.
-        start_deadline_s: Longest wait for a teacher to start, or to wake.
+        teachers: One table per teacher, `[distillation.teachers.NAME]`, with the options below.
+        default_teacher: Teacher for values of route_by that no other teacher scores.
+        route_by: Column of the prompts that selects the teacher: "data_source" or any other.
+        loss: "forward_kl", "reverse_kl" and "js" compare distributions. "k1", "abs", "k2" and "k3" compare only the
+            sampled token. "uld" compares sorted probabilities, for teachers with another vocabulary. "nll" imitates
+            `texts` and needs no teacher.
+        distribution: For forward_kl, reverse_kl and js: compare the teacher's "top_k" tokens or its "full" distribution
+            (Megatron teachers only).
+        top_k: Number of the teacher's most likely tokens to compare; at most 1000.
+        tail: How to treat the probability outside the top k: as one extra "bucket", "drop" it, or "renormalise" the
+            rest.
+        beta: Weight of the teacher in js's mixture.
+        used_as: Add the divergence to the "loss", or use it as a "reward" in the policy gradient (k1, abs, k2 and k3
+            only).
+        coefficient: Weight of the divergence.
+        use_task_rewards: Also train on the task's rewards, with the settings of `[algorithm]`.
+        temperature: Temperature of both distributions; vLLM teachers support only 1.
+        max_loss: Clamp each token's loss to this maximum; none does not clamp.
+        min_logprob: Clamp the logprobs of both sides to this minimum; none does not clamp.
+        other_tokenizer: A teacher with another vocabulary: "refuse" it, or "align" its scores by spans of text.
+        texts: Column of the prompts with a teacher's texts; the policy trains on them instead of on rollouts.
+        cache: Zarr folder that caches teachers' scores: known trajectories are read, new ones are written.
+        deadline_s: Maximum time for one step's teacher scores.
+        start_deadline_s: Maximum time for a teacher to start or wake.
     """
 
     teachers: dict[str, TeacherOptions] = field(default_factory=dict)

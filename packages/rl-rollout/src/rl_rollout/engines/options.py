@@ -12,30 +12,31 @@ class VLLMOptions:
     """How vLLM runs.
 
     Attributes:
-        dtype: What it computes in; float32 matches a float32 learner to 1e-5, bfloat16 is usual on GPUs.
-        tensor_parallel_size: Processes that share the model, each with a part of every layer, on GPUs each with its
-            own; must divide the model's attention heads. 1 starts no process.
-        max_model_len: Most tokens of prompt and response together; None takes what the model allows.
-        max_num_seqs: Samples decoded at once.
-        max_num_batched_tokens: Tokens of one engine step; bounds the memory of a step.
-        kv_cache_gib: Memory of the KV cache; None takes 1 on CPUs, and on GPUs what gpu_memory_utilization leaves.
-        gpu_memory_utilization: Share of the GPU's memory that the engine may use, weights included.
-        block_size: Tokens of a KV cache block, and of what prefix caching shares; None takes 32 on CPUs, and what
-            vLLM chooses on GPUs.
-        enable_prefix_caching: Compute a prompt once for all samples that have it: whole blocks of it on GPUs, all of
-            it on CPUs.
-        enforce_eager: Run the model without compiling it; False compiles for minutes on CPUs, and gains nothing there.
-        can_sleep: Let the engine free the GPU's memory for a learner on it while that trains; costs vLLM's own memory
-            pool. Nothing on CPUs.
-        max_top_k: Most likeliest tokens that it can give beside each scored token; up to the vocabulary.
-        capture_experts: Report which experts of a mixture each token used, for the Megatron learner to replay them; on
-            GPUs it needs enforce_eager. Nothing for dense models.
-        max_lora_rank: Largest rank of an adapter that it can serve; 0 serves the model's weights alone. Trainers
-            take [lora]'s.
+        dtype: Computation dtype. float32 matches a float32 learner to 1e-5; bfloat16 is usual on GPUs.
+        tensor_parallel_size: Processes that share the model, each with a part of every layer (and its own GPU). Must
+            divide the model's number of attention heads. 1 starts no extra process.
+        max_model_len: Maximum length of prompt and response in tokens; none uses the model's maximum.
+        max_num_seqs: Maximum number of sequences decoded at once.
+        max_num_batched_tokens: Maximum tokens per engine step; limits the memory of a step.
+        kv_cache_gib: Size of the KV cache in GiB. none uses 1 on CPUs, and on GPUs whatever gpu_memory_utilization
+            leaves.
+        gpu_memory_utilization: Share of the GPU's memory that the engine may use, including weights.
+        block_size: Tokens per KV cache block, the unit of prefix caching. none uses 32 on CPUs, and vLLM's choice on
+            GPUs.
+        enable_prefix_caching: Compute a prompt once for all its samples: whole blocks on GPUs, the entire prompt on
+            CPUs.
+        enforce_eager: Run the model without compiling it. false compiles; on CPUs that takes minutes and gains nothing.
+        can_sleep: Allow the engine to free GPU memory for a learner that trains on the same GPU; uses vLLM's own memory
+            pool. Has no effect on CPUs.
+        max_top_k: Maximum number of top logprobs per scored token, up to the vocabulary size.
+        capture_experts: Record which experts each token used in a mixture, so that the Megatron learner can replay the
+            routing. Needs enforce_eager on GPUs; has no effect on dense models.
+        max_lora_rank: Maximum rank of an adapter that the engine can serve; 0 serves no adapter. Trainers set it from
+            [lora].
         lora_target_modules: Modules that an adapter may change, by the last part of their Hugging Face name, such as
-            "q_proj"; of those that vLLM joins, one stands for all.
-        num_threads: CPU threads of the engine, of all its processes together; None takes torch's count at the start.
-        seed: Of the draws of requests that have none.
+            "q_proj". If vLLM fuses modules, naming one covers all of them.
+        num_threads: CPU threads of the engine, over all its processes; none uses torch's number at the start.
+        seed: Seed for requests without their own.
     """
 
     dtype: DType = "float32"
@@ -62,13 +63,13 @@ class TransformersOptions:
     """How the transformers engine runs.
 
     Attributes:
-        dtype: What it computes in.
-        device: torch device, such as "cpu" or "cuda"; "auto" takes the GPU of the engine's process, where it sees one.
-        max_model_len: Most tokens of prompt and response together; None takes what the model allows.
-        max_num_seqs: Samples of one batch; more wait for it to finish.
-        max_lora_rank: As `VLLMOptions`'s; needs peft.
-        lora_target_modules: As `VLLMOptions`'s; none allows every linear layer but the head.
-        seed: Of the draws of requests that have none.
+        dtype: Computation dtype.
+        device: torch device, such as "cpu" or "cuda"; "auto" uses the GPU that the engine's process sees, if any.
+        max_model_len: Maximum length of prompt and response in tokens; none uses the model's maximum.
+        max_num_seqs: Maximum number of sequences in a batch; others wait until it is finished.
+        max_lora_rank: As in `VLLMOptions`; needs peft.
+        lora_target_modules: As in `VLLMOptions`; empty allows every linear layer but the head.
+        seed: Seed for requests without their own.
     """
 
     dtype: DType = "float32"

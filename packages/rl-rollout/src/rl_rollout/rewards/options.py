@@ -19,17 +19,17 @@ OnFailure = Literal["drop", "retry", "zero"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailurePolicy:
-    """What is done about a reward call that raises, hangs, or gives no number.
+    """What to do when a reward call raises, times out or returns no number.
 
     Attributes:
-        on_failure: "drop": the session fails with the reason. "retry": the same, after retries. "zero": the
-            reward is 0, after retries if there are any, with the component `reward_failed` = 1 and the reason
-            in the extras; every other session then has `reward_failed` = 0.
-        retries: Calls after the first; None is 2 for "retry", and 0 otherwise.
-        backoff_s: Pause before the first retry; it doubles with each, up to a minute.
-        retry_on: Which failures are tried again: "raised", "timed_out", "bad_value", or names of exceptions,
-            such as "ConnectionError", which mean their subclasses too. What a row or a setting is to blame for
-            (DataError, SettingsError, MissingExtraError) counts as raised only when it is named.
+        on_failure: "drop" fails the session with the reason. "retry" retries first, then does the same. "zero" gives a
+            reward of 0, after retries if there are any, with the component `reward_failed` = 1 and the reason in the
+            extras; every other session then has `reward_failed` = 0.
+        retries: Maximum number of retries; None is 2 for "retry" and 0 otherwise.
+        backoff_s: Pause before the first retry; it doubles with each retry, up to a minute.
+        retry_on: Failures to retry: "raised", "timed_out", "bad_value", or names of exceptions such as
+            "ConnectionError", which include their subclasses. Errors that a row or a setting causes (DataError,
+            SettingsError, MissingExtraError) are retried only if they are named.
     """
 
     on_failure: OnFailure = "drop"
@@ -79,15 +79,15 @@ class FailurePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardPart:
-    """One of several rewards that are added.
+    """One of several rewards that are summed.
 
     Attributes:
         function: Name of a built-in reward, or `path.py:function`.
-        weight: Its factor in the sum; 0 only reports it.
-        options: Its options.
-        name: What its components start with; empty takes the function's name.
-        on_failure: "fail": the whole reward fails, with this part's name. "zero": this part counts as 0, with
-            the component `NAME/reward_failed` = 1 (0 where it did not fail).
+        weight: Its weight in the sum; 0 reports the reward without training on it.
+        options: Options of the function.
+        name: Prefix of its components; empty uses the function's name.
+        on_failure: "fail" fails the whole reward and names this part. "zero" counts this part as 0, with the component
+            `NAME/reward_failed` = 1 (0 where it did not fail).
     """
 
     function: str
@@ -113,23 +113,23 @@ class RewardPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardOptions:
-    """How responses are scored: by one function, or by the weighted sum of several.
+    """How responses are scored: by one reward function, or by a weighted sum of several.
 
     Attributes:
         function: A built-in reward (exact_match, number_match, math_verify, code, http, json_schema, judge,
-            length_target, overlong), the name of one installed by another package, or `path.py:function`; empty when
-            there are parts.
+            length_target, overlong), the name of a reward that another package installs, or `path.py:function`. Leave
+            it empty if there are parts.
         options: Options of the function.
-        parts: Several rewards with weights, in place of one function.
-        timeout_s: Longest time of one call; None means no limit.
-        max_concurrency: Calls that run at once.
-        max_calls_per_s: Calls that start in a second; None means no limit. Retries count.
-        on_failure: What is done about a call that raises, hangs, or gives no number: "drop" the session with the
-            reason, "retry" the call first, or "zero": a reward of 0, with the component `reward_failed` = 1.
-        retries: Calls after the first; None is 2 for "retry", and 0 otherwise.
-        backoff_s: Pause before the first retry; it doubles with each, up to a minute.
-        retry_on: Which failures are tried again: "raised", "timed_out", "bad_value", or names of exceptions, such as
-            "ConnectionError", which mean their subclasses too.
+        parts: Several rewards with weights, instead of one function.
+        timeout_s: Maximum time of one call; none has no limit.
+        max_concurrency: Maximum number of concurrent calls.
+        max_calls_per_s: Maximum number of calls per second, including retries; none has no limit.
+        on_failure: What to do when a reward call raises, times out or returns no number: "drop" the session and record
+            the reason, "retry" the call first, or "zero": a reward of 0 and the component `reward_failed` = 1.
+        retries: Maximum number of retries; none is 2 for "retry" and 0 otherwise.
+        backoff_s: Pause before the first retry; it doubles with each retry, up to a minute.
+        retry_on: Failures to retry: "raised", "timed_out", "bad_value", or names of exceptions such as
+            "ConnectionError", which include their subclasses.
     """
 
     function: str = ""

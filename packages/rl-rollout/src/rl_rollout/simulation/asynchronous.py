@@ -27,7 +27,7 @@ class Policy:
     Attributes:
         max_staleness: In versions.
         sync_every: Learner's steps of a version.
-        partial_rollout: Responses go on under new weights; else a weight update waits for those that were started.
+        partial_rollout: Responses continue under new weights; else a weight update waits for those that were started.
     """
 
     max_staleness: int = 1

@@ -220,7 +220,7 @@ class WeightCosts:
     Attributes:
         publish_s: Seconds for which the learner is busy with it.
         swap_s: Seconds for which engines do not generate.
-        recomputes_prefixes: Whether responses that go on under new weights are prefilled again.
+        recomputes_prefixes: Whether responses that continue under new weights are prefilled again.
     """
 
     publish_s: float = 0.0

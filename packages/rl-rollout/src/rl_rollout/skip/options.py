@@ -18,27 +18,26 @@ POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipOptions:
-    """Whether rollouts are stored, and given back in place of new ones.
+    """Store rollouts, and replay them instead of generating new ones.
 
     Attributes:
-        enabled: False generates every step's rollouts, and stores none.
-        directory: Where entries are kept, one folder each: a local path, or a URL that fsspec knows, such as
-            "s3://bucket/rollouts". Several runs can share it.
-        steps: Steps that the cache serves: "all", a list, or ranges such as "1-20,40". The others run normally.
-        action: "cache": a stored step is loaded, a missing one is generated and stored. "repeat": a step without an
-            entry of its own takes the stored ones in turn. "repeat_last": it takes the newest stored one. Both generate
-            and store where there is none yet.
-        on_mismatch: When an entry was made with another policy, other prompts or other settings (repeat and
-            repeat_last: with another tokenizer or other columns): "error", "regenerate" the step, or "accept" the
-            entry.
-        on_broken: When an entry is torn or no entry: "regenerate" (it is set aside, and the step is generated), or
-            "error".
-        rewards: Of what is replayed: "stored" takes those of the entry; "again" lets the trainer ask the reward
-            functions of now, and a reward that changed is no mismatch.
-        max_bytes: Most bytes of all entries together, a number or a size such as "20G"; the oldest go first. It must
-            hold all steps that are to be replayed. None has no limit.
-        compress: Store with lz4, in about half the bytes; False reads and writes a little faster.
-        validation: Store and replay validation too, each for its own step alone, and only where nothing differs.
+        enabled: Use the cache. false generates every step's rollouts and stores none.
+        directory: Folder of the cache: a local path, or a URL that fsspec supports, such as "s3://bucket/rollouts".
+            Several runs can share it.
+        steps: Steps that use the cache: "all", a list, or ranges such as "1-20,40". Other steps run normally.
+        action: "cache" replays a stored step; it generates and stores a missing one. "repeat" replays the stored steps
+            in turn for a step that is missing; "repeat_last" replays the newest. Both generate and store if the cache
+            is empty.
+        on_mismatch: What to do with an entry from another policy, other prompts or other settings (for repeat and
+            repeat_last: another tokenizer or other columns): "error", "regenerate" the step, or "accept" the entry.
+        on_broken: What to do with an entry that is torn or not an entry at all: "regenerate" (move it aside and
+            generate the step) or "error".
+        rewards: "stored" replays the stored rewards. "again" calls the current reward functions on the stored
+            responses; a changed reward is then not a mismatch.
+        max_bytes: Maximum size of all entries, in bytes or as a size such as "20G"; the oldest are deleted first. It
+            must hold every step to be replayed. none has no limit.
+        compress: Compress with lz4, to about half the size; false reads and writes slightly faster.
+        validation: Also store and replay validation, but only for the same step with identical settings.
     """
 
     enabled: bool = False

@@ -35,8 +35,9 @@ def layers_of(kernels: Kernels) -> Layers:
 
     if not te.HAVE_TE:
         raise SettingsError(
-            'kernels = "transformer_engine" needs the modules transformer_engine and transformer_engine.pytorch; they '
-            'cannot be imported here. `python -c "import transformer_engine.pytorch"` says why. Set kernels = "fused" '
-            "to train without."
+            'learner.kernels = "transformer_engine" needs the modules transformer_engine and '
+            "transformer_engine.pytorch; they cannot be imported here. Install `transformer-engine[pytorch]` for this "
+            'torch and CUDA, or set learner.kernels = "fused". `python -c "import transformer_engine.pytorch"` shows '
+            "the reason."
         )
     return Layers(te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm)

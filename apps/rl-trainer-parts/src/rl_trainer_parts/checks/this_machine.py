@@ -1,0 +1,43 @@
+"""What settings need that this machine lacks, and another one may have."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from rl_core.cluster import visible_gpus
+from rl_trainer_parts.settings.schema import Settings
+
+ON_CPUS = {"ipc": "file", "nccl": "tcp"}
+"""What carries weights without a GPU, by the transport that needs one."""
+
+
+def machine_problems(settings: Settings) -> Iterator[str]:
+    """Settings with which a run on this machine is refused.
+
+    A run that joins a Ray cluster trains on other machines, which are not checked here.
+    """
+    if settings.cluster.ray_address is not None:
+        return
+    kernels, transport = settings.learner.kernels, settings.weights.transport
+    if settings.policy.learner == "megatron" and kernels in ("fused", "transformer_engine"):
+        if not _has_gpu():
+            yield _needs_gpu("learner.kernels", kernels, instead="auto")
+        if kernels == "transformer_engine" and find_spec("transformer_engine") is None:
+            yield (
+                'learner.kernels = "transformer_engine" needs the module transformer_engine, which is not installed '
+                "here. Install `transformer-engine[pytorch]` for this machine's torch and CUDA, or set learner.kernels "
+                '= "auto".'
+            )
+    if transport in ON_CPUS and not _has_gpu():
+        yield _needs_gpu("weights.transport", transport, instead=ON_CPUS[transport])
+
+
+def _needs_gpu(setting: str, found: str, *, instead: str) -> str:
+    return f'{setting} = "{found}" needs a GPU, and this machine has none. Set {setting} = "{instead}" to train here.'
+
+
+def _has_gpu() -> bool:
+    if visible_gpus():
+        return True
+    import torch  # finds GPUs without a device file, such as AMD's
+
+    return torch.cuda.is_available()

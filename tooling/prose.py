@@ -1,0 +1,166 @@
+"""Checks the English of documents, docstrings and messages with Harper, a grammar checker that runs offline.
+
+`python tooling/prose.py [FILE ...]` checks the named files, or all tracked ones but those that tooling/prose/later.txt
+excludes. tooling/prose holds the accepted words, the phrases to avoid with their replacements, and Harper's rules.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import fnmatch
+import json
+import re
+import string
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = ROOT / "tooling" / "prose"
+MIN_WORDS = 4
+"""A string in code counts as prose from this many words on."""
+NAME = re.compile(r"\w*(?:\d|[a-z][A-Z]|[A-Z]{2})\w*|(?<!['\w])[B-HJ-Zb-hj-z]\b")
+"""A word of a document that is a name, such as vLLM, GRPO or s."""
+SYMBOLS = r"[\w./+*=:-]*(?:[_/=*\\<>{}\[\]|@#$%]|\w\.\w)[\w./+*=:()\[\]{}<>|@#$%-]*"
+CODE = re.compile(f"{SYMBOLS}|{NAME.pattern}")
+"""A word of a docstring that is code or a name."""
+FIELD = re.compile(r"^(?:\*{0,2}\w+(?:, \*{0,2}\w+)*|[A-Z]\w+Error)(?: \([^)]*\))?: ")
+"""The name before an entry of Args, Returns or Raises in a docstring."""
+Line = tuple[str, str, int]
+"""Text, the file it comes from, and its line there."""
+
+
+def tracked_files() -> list[str]:
+    """Markdown files and Python sources whose prose is checked."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md", "*.py"]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    later = [line for line in (SETTINGS / "later.txt").read_text().splitlines() if line and line[0] != "#"]
+    return [
+        file
+        for file in files
+        if (ROOT / file).exists()
+        and not (file.endswith(".py") and re.search(r"(^|/)(tests|conftest\.py)(/|$)", file))
+        and not any(fnmatch.fnmatch(file, pattern) for pattern in later)
+    ]
+
+
+def python_lines(file: str, source: str) -> Iterator[Line]:
+    """The prose in a Python file, a paragraph for each docstring entry and each message."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "`x`" for part in node.values)
+            for part in node.values:
+                if isinstance(part, ast.Constant):
+                    part.value = ""  # walked again on its own
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        else:
+            continue
+        if is_prose(text):
+            for number, line in enumerate(text.splitlines()):
+                yield from paragraph_line(line.strip(), file, node.lineno + number)
+            yield "", file, node.lineno
+
+
+def is_prose(text: str) -> bool:
+    """True for a text of several words, nearly all of them made of letters."""
+    words = text.split()
+    plain = [word for word in words if re.fullmatch(r"[(\"'`]*[A-Za-z][a-z'-]*[.,;:!?)\"'`]*", word)]
+    return len(words) >= MIN_WORDS and len(plain) > len(words) * 0.6
+
+
+def paragraph_line(line: str, file: str, number: int) -> Iterator[Line]:
+    """A docstring's line as Markdown: names as code, and each entry of a section a paragraph of its own."""
+    if line in ("Args:", "Returns:", "Raises:", "Yields:", "Attributes:"):
+        yield "", file, number
+        return
+    if entry := FIELD.match(line):
+        yield "", file, number
+        line = line[entry.end() :]
+    yield without_names(line, CODE), file, number
+
+
+def without_names(line: str, names: re.Pattern[str]) -> str:
+    """The line with code in place of names, so that only words are spelled."""
+    parts = re.split(r"(`[^`]*`)", line)
+    return "".join(part if part[:1] == "`" else names.sub("`x`", part) for part in parts).replace("`'s", "`")
+
+
+def document_lines(file: str) -> Iterator[Line]:
+    """The prose of a file as lines of Markdown."""
+    source = (ROOT / file).read_text()
+    if file.endswith(".py"):
+        yield from python_lines(file, source)
+    else:
+        for number, line in enumerate(source.splitlines(), start=1):
+            yield without_names(line, NAME), file, number
+    yield "", file, 0
+
+
+def phrase_rules(phrases: Mapping[str, str]) -> dict[str, str]:
+    """Rules in Weir, Harper's language, by name: one for each phrase; its message is the replacement."""
+    return {
+        f"Phrase{number}": (
+            f'expr main ({phrase})\nlet message "Say: {say}."\nlet description "An odd phrase."\n'
+            f'let kind "WordChoice"\nlet becomes "{say}"\n'
+        )
+        for number, (phrase, say) in enumerate(phrases.items())
+    }
+
+
+def findings(files: Sequence[str]) -> list[tuple[str, int, str, str, str]]:
+    """What Harper reports of the files: file, line, rule, text and message of each."""
+    settings = tomllib.loads((SETTINGS / "rules.toml").read_text())
+    rules = phrase_rules(settings["phrases"])
+    documents = [
+        [line for file in files if file.endswith(kind) for line in document_lines(file)] for kind in (".md", ".py")
+    ]
+    with tempfile.TemporaryDirectory(prefix="prose-") as folder:
+        pack = Path(folder, "phrases.weirpack")
+        manifest = dict.fromkeys(("author", "version", "description", "license"), "")
+        with zipfile.ZipFile(pack, "w") as archive:
+            archive.writestr("manifest.json", json.dumps(manifest))
+            for name, rule in rules.items():
+                archive.writestr(f"{name}.weir", rule)
+        paths = [Path(folder, f"{number}.md") for number in range(len(documents))]
+        for path, lines in zip(paths, documents, strict=True):
+            path.write_text("\n".join(text for text, _, _ in lines))
+        only = ",".join((*settings["rules"], *rules))
+        options = ["--quiet", "--format", "json", "--dialect", "british", "--only", only, "--weirpacks", str(pack)]
+        command = [sys.executable, "-m", "harper", "lint", *options, *map(str, paths)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not done.stdout.startswith("["):
+            raise SystemExit(f"Harper failed: {done.stderr}")
+        reports = {report["file"]: report["lints"] for report in json.loads(done.stdout)}
+    known = set((SETTINGS / "words.txt").read_text().lower().split())
+    found = []
+    for path, lines in zip(paths, documents, strict=True):
+        for lint in reports.get(path.name, []):
+            _, file, number = lines[lint["line"] - 1]
+            text, rule = " ".join(lint["matched_text"].split()), lint["rule"].rstrip(string.digits)
+            if rule != "SpellCheck" or text.lower().rstrip(".").removesuffix("'s") not in known:
+                found.append((file, number, rule, text, lint["message"]))
+    return sorted(found)
+
+
+def main() -> None:
+    """Print each finding; exit with 1 when there is one. `--count` prints the number by rule."""
+    words = [word for word in sys.argv[1:] if word != "--count"]
+    found = findings(words or tracked_files())
+    if "--count" in sys.argv:
+        for rule, count in collections.Counter(rule for _, _, rule, _, _ in found).most_common():
+            print(f"{count:6}  {rule}")
+    else:
+        for file, number, rule, text, message in found:
+            print(f"{file}:{number}: {rule}: {text[:80]!r}. {message}")
+    if found:
+        raise SystemExit(f"{len(found)} findings. Accepted words and phrases to avoid are in tooling/prose.")
+
+
+if __name__ == "__main__":
+    main()
