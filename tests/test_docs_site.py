@@ -35,9 +35,8 @@ needs_browser = pytest.mark.skipif(find_chromium() is None, reason="no Chromium:
 
 
 def test_the_settings_page_is_that_of_the_code() -> None:
-    assert PAGE.read_text() == settings_page() + "\n", (
-        "docs/settings.md is out of date; run `nox -s docs -- --settings`"
-    )
+    is_new = PAGE.read_text() == settings_page() + "\n"
+    assert is_new, "docs/settings.md is out of date; run `nox -s docs -- --settings`"
 
 
 @pytest.fixture(scope="module")
@@ -116,19 +115,29 @@ def test_axe_finds_nothing_serious(page: Page, site: Path, name: str, size: dict
 
 
 @needs_site
-def test_names_settings_and_files_are_links(site: Path) -> None:
-    text = (site / "docs/architecture.html").read_text()
-    for target in (
-        "../api/rl_core.html#rl_core.TransferQueue.issue",
-        "rl_core/queue/client.py.html",
-        "settings.html#weights",
-    ):
-        assert re.search(rf'href="[^"]*{re.escape(target)}"', text), target
-    api = (site / "api/rl_core.html").read_text()
-    (line,) = set(
-        re.findall(r'href="\.\./source/packages/rl-core/src/rl_core/queue/interface\.py\.html#L-(\d+)"', api)
-    )[:1]
-    assert line
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("docs/architecture", "../api/rl_core.html#rl_core.TransferQueue.issue"),
+        ("docs/architecture", "../source/packages/rl-core/src/rl_core/queue/client.py.html"),
+        ("docs/architecture", "settings.html#learner"),
+        ("docs/guides/health", "../metrics.html#policy"),
+        ("docs/reference/rl-core", "../../api/rl_core.queue.html#module-rl_core.queue"),
+        ("docs/recipes", "settings.html#reward"),
+    ],
+)
+def test_names_settings_metrics_and_files_are_links(site: Path, name: str, target: str) -> None:
+    assert f'href="{target}"' in (site / f"{name}.html").read_text()
+
+
+@needs_site
+def test_the_source_of_a_public_name_is_a_click_away(site: Path) -> None:
+    page = (site / "api/rl_core.html").read_text()
+    file = "source/packages/rl-core/src/rl_core/queue/interface.py"
+    line = re.search(rf'href="\.\./{file}\.html#(L-\d+)"', page[page.index('id="rl_core.Lease"') :])
+    assert line is not None
+    (shown,) = re.findall(rf'<span id="{line[1]}">(.*?)\n', (site / f"{file}.html").read_text())
+    assert re.sub("<.*?>", "", shown) == "class Lease:"
 
 
 @needs_site
@@ -137,7 +146,7 @@ def test_what_is_broken_fails_the_build(tmp_path: Path) -> None:
     source.mkdir()
     (source / "names.json").write_text('{"public": {}, "sources": {}}')
     (source / "index.md").write_text(
-        "# A page\n\n[no page](nowhere.md) [no heading](#nowhere) `rl_core.queue.nowhere` {py:class}`rl_core.Nowhere`\n"
+        "# A page\n\n[no page](nowhere.md) [no heading](#nowhere)\n`rl_core.queue.nowhere` {py:class}`rl_core.Nowhere`\n"
     )
     words = [
         "-c",

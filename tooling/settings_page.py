@@ -22,8 +22,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
-Every setting of both trainers. `nox -s docs -- --settings` writes this page from the code; a test fails when it is out of
-date. `rl-sync-trainer train --help SECTION` prints the same in a terminal.
+Every setting of both trainers. `nox -s docs -- --settings` writes this page from the code; a test fails when it is
+out of date. `rl-sync-trainer train --help SECTION` prints the same in a terminal.
 
 A setting comes from the command line (`--trainer.steps=20`), an environment variable (`RL__TRAINER__STEPS=20`) or the
 TOML file, in this order. A setting marked *resume* may change when a run is resumed. `NAME` stands for a name of your

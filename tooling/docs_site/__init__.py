@@ -1,1 +1,1 @@
-"""The documentation site: `nox -s docs` stages the repository's pages, generates the API's, and has Sphinx build them."""
+"""The documentation site: `nox -s docs` stages Markdown pages, generates those of the API, and runs Sphinx."""

@@ -1,7 +1,7 @@
 """Pages of the public names, made from the sources by griffe without importing them.
 
-A module is public when a page of docs/reference lists it. Each name is documented once, under the shortest path by which
-it can be imported; the other modules that export it link there.
+A module is public when a page of docs/reference lists it. Each name is documented once, under its shortest import path;
+the other modules that export it link there.
 """
 
 from __future__ import annotations
@@ -244,7 +244,6 @@ def default_of(value: griffe.Expr | str) -> str:
 
 def plain(text: str) -> str:
     """A docstring's text, in which only code spans and code blocks have a meaning of their own."""
+    special = re.compile(r"([<*|$\\]|\b_|_\b)")
     parts = re.split(r"(```.*?```|``.*?``|`[^`]*`)", text, flags=re.DOTALL)
-    return "".join(
-        part if index % 2 else re.sub(r"([<*|$\\]|\b_|_\b)", r"\\\1", part) for index, part in enumerate(parts)
-    )
+    return "".join(part if index % 2 else special.sub(r"\\\1", part) for index, part in enumerate(parts))

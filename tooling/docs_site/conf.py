@@ -7,7 +7,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 project = "RL post-training"
-copyright = "the authors, Apache-2.0"  # Sphinx's own name for it
 extensions = ["myst_parser", "sphinx.ext.linkcode", "sphinx_copybutton", "tooling.docs_site.extension"]
 exclude_patterns = ["names.json"]
 nitpicky = True
@@ -32,7 +31,7 @@ html_theme_options = {
     "header_links_before_dropdown": 6,
     "navbar_persistent": [],
     "navbar_end": ["search-button-field", "theme-switcher"],
-    "footer_start": ["copyright"],
+    "footer_start": [],
     "footer_end": [],
     "show_prev_next": False,
     "secondary_sidebar_items": ["page-toc"],
@@ -43,7 +42,5 @@ html_context = {"default_mode": "auto"}
 
 
 def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
-    """Where a name's source is; see extension.py."""
-    from tooling.docs_site.extension import source_of
-
-    return source_of(domain, info)
+    """A documented name's source; extension.py makes an address of it."""
+    return f"source:{info['module']}.{info['fullname']}" if domain == "py" else None

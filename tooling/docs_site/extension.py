@@ -1,4 +1,4 @@
-"""What the site adds to Sphinx: pages of sources, links from code spans, and diagrams."""
+"""What the site adds to Sphinx: links from code spans, pages of sources, and diagrams."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from sphinx.util import logging
 
 LOGGER = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
+SCHEME = "source:"
 OURS = re.compile(r"rl_(core|rollout|distill|metrics)(\.\w+)+")
-NAMES: dict[str, dict[str, str]] = {"public": {}, "sources": {}}
-WANTED: set[str] = set()
-"""Files whose source some page links to."""
+FILE = re.compile(r"[\w.-]+(/[\w.-]+)+\.(py|toml)")
+FOLDERS = ("examples/", "benchmarks/", "locks/", "tooling/")
+TABLES = ("docs/settings", "docs/metrics")
+"""Pages whose tables have a setting or a metric in the first cell of each row."""
+SIGNATURE = re.compile(r'(?<="sig-paren">\(</span>)\s*<dl>(.*?)</dl>\s*(?=<span class="sig-paren">\))', re.DOTALL)
 
 
 def setup(app: Sphinx) -> dict[str, object]:
     """Connect it."""
-    NAMES.update(json.loads(Path(app.srcdir, "names.json").read_text()))
     app.connect("doctree-read", draw_diagrams)
     app.connect("doctree-resolved", link_code)
     app.connect("html-collect-pages", source_pages)
@@ -35,31 +37,7 @@ def setup(app: Sphinx) -> dict[str, object]:
     return {"parallel_read_safe": True, "parallel_write_safe": False}
 
 
-def source_of(domain: str, info: dict[str, str]) -> str | None:
-    """Where a documented name's source is, as a link from a page of api/."""
-    place = NAMES["sources"].get(f"{info['module']}.{info['fullname']}") if domain == "py" else None
-    return None if place is None else f"source:{place}"
-
-
-SIGNATURE = re.compile(
-    r'(<span class="sig-paren">\(</span>)\s*<dl>(.*?)</dl>\s*(<span class="sig-paren">\)</span>)', re.DOTALL
-)
-
-
-def flatten_signatures(
-    _app: Sphinx, name: str, _template: str, context: dict[str, str], _tree: nodes.Node | None
-) -> None:
-    """Long signatures as lines in place of Sphinx's list within a term, which screen readers take for a broken list."""
-    if name.startswith("api/"):
-        context["body"] = SIGNATURE.sub(
-            lambda found: (
-                found[1] + found[2].replace("<dd>", '<span class="sig-line">').replace("</dd>", "</span>") + found[3]
-            ),
-            context["body"],
-        )
-
-
-def draw_diagrams(app: Sphinx, doctree: nodes.document) -> None:
+def draw_diagrams(_app: Sphinx, doctree: nodes.document) -> None:
     """Replace Mermaid's code by its drawing, which needs no script in the browser."""
     for block in list(doctree.findall(nodes.literal_block)):
         if block.get("language") == "mermaid":
@@ -68,20 +46,22 @@ def draw_diagrams(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def link_code(app: Sphinx, doctree: nodes.document, docname: str) -> None:
-    """Resolve links to sources, and link code spans that name a public name, a setting, a metric or a file."""
+    """Resolve links to sources; link code spans that name a public name, a setting, a metric or a file."""
     for reference in doctree.findall(nodes.reference):
-        target = reference.get("refuri", "")
-        if target.startswith("source:"):
-            reference["refuri"] = source_uri(app, docname, target.removeprefix("source:"))
+        if (target := reference.get("refuri", "")).startswith(SCHEME):
+            place = target.removeprefix(SCHEME)
+            reference["refuri"] = source_uri(app, docname, names(app.srcdir)["sources"].get(place, place))
     for span in list(doctree.findall(nodes.literal)):
-        parents = ancestors(span)
-        if any(isinstance(one, nodes.reference | nodes.title) for one in parents):
+        if any(isinstance(one, nodes.reference | nodes.title) for one in ancestors(span)):
             continue
-        uri = uri_of(app, docname, span.astext())
+        text = span.astext()
+        uri = name_uri(app, docname, text) or row_uri(app, docname, text) or file_uri(app, docname, text)
         if uri is not None:
             link = nodes.reference("", "", internal=True, refuri=uri)
             span.replace_self(link)
             link += span
+        elif OURS.fullmatch(text) and not exists(text):
+            LOGGER.warning("`%s` does not exist", text, location=docname)
 
 
 def ancestors(node: nodes.Node) -> Iterator[nodes.Node]:
@@ -91,70 +71,64 @@ def ancestors(node: nodes.Node) -> Iterator[nodes.Node]:
         yield node
 
 
-def uri_of(app: Sphinx, docname: str, text: str) -> str | None:
-    """Where a code span leads to; none where it names nothing that has a page."""
+def name_uri(app: Sphinx, docname: str, text: str) -> str | None:
+    """Where a public name, or a method of one, is documented."""
+    known = known_names(app.srcdir)
+    head, _, member = text.rpartition(".")
     objects = app.env.domains.python_domain.objects
-    known = known_names()
-    head, dot, member = text.rpartition(".")
-    candidates = (
-        known.get(text, ""),
-        f"{known[head]}{dot}{member}" if head in known else "",
-        text if OURS.fullmatch(text) else "",
-    )
-    for path in candidates:
+    for path in (known.get(text), f"{known.get(head)}.{member}", OURS.fullmatch(text) and text):
         if path in objects:
             return page_uri(app, docname, objects[path].docname, objects[path].node_id)
-    if (row := rows(app).get(text)) is not None:
-        return page_uri(app, docname, *row)
-    files = [text] if text.startswith(("examples/", "benchmarks/", "locks/")) else [f"*/*/src/{text}"]
-    if re.fullmatch(r"[\w./-]+\.(py|toml)", text) and "/" in text:
-        found = [file for pattern in files for file in ROOT.glob(pattern)]
-        if len(found) == 1:
-            return source_uri(app, docname, str(found[0].relative_to(ROOT)))
-    if OURS.fullmatch(text) and not exists(text):
-        LOGGER.warning("`%s` does not exist", text, location=docname)
     return None
 
 
-_KNOWN: dict[str, str] = {}
+@functools.cache
+def names(source: Path) -> dict[str, dict[str, str]]:
+    """What stage.py knows of public names."""
+    found: dict[str, dict[str, str]] = json.loads(Path(source, "names.json").read_text())
+    return found
 
 
-def known_names() -> dict[str, str]:
+@functools.cache
+def known_names(source: Path) -> dict[str, str]:
     """Documented path by every way to write a name: whole, or the name alone where it is one of a kind."""
-    if not _KNOWN:
-        _KNOWN.update(NAMES["public"])
-        short: dict[str, set[str]] = {}
-        for path in set(NAMES["public"].values()):
-            short.setdefault(path.rpartition(".")[2], set()).add(path)
-        _KNOWN.update(
-            {
-                name: next(iter(paths))
-                for name, paths in short.items()
-                if len(paths) == 1 and (re.match("[A-Z]", name) or "_" in name)
-            }
-        )
-    return _KNOWN
+    public = names(source)["public"]
+    short: dict[str, set[str]] = {}
+    for path in set(public.values()):
+        short.setdefault(path.rpartition(".")[2], set()).add(path)
+    alone = {name: paths.pop() for name, paths in short.items() if len(paths) == 1}
+    return public | {name: path for name, path in alone.items() if re.match("[A-Z]", name) or "_" in name}
 
 
-_ROWS: dict[str, tuple[str, str]] = {}
+def row_uri(app: Sphinx, docname: str, text: str) -> str | None:
+    """Where a setting or a metric is explained."""
+    place = rows(app).get(text)
+    return None if place is None else page_uri(app, docname, *place)
 
 
+@functools.cache
 def rows(app: Sphinx) -> dict[str, tuple[str, str]]:
-    """Page and heading of each setting and metric: of the first cell of a row in these two pages."""
-    if not _ROWS:
-        for docname in ("docs/settings", "docs/metrics"):
-            if docname not in app.env.all_docs:
-                continue
-            for row in app.env.get_doctree(docname).findall(nodes.row):
-                section = next((one for one in ancestors(row) if isinstance(one, nodes.section)), None)
-                first = next(iter(row.children[0].findall(nodes.literal)), None)
-                if section is not None and first is not None:
-                    _ROWS.setdefault(first.astext(), (docname, section["ids"][0]))
-    return _ROWS
+    """Page and heading of each setting and metric."""
+    found: dict[str, tuple[str, str]] = {}
+    for docname in (name for name in TABLES if name in app.env.all_docs):
+        for section in app.env.get_doctree(docname).findall(nodes.section):
+            for row in section.findall(nodes.row):
+                if (first := next(iter(row.children[0].findall(nodes.literal)), None)) is not None:
+                    found[first.astext()] = (docname, section["ids"][0])  # the innermost section comes last
+    return found
+
+
+def file_uri(app: Sphinx, docname: str, text: str) -> str | None:
+    """The source of a file, written as a path from the root or from a package."""
+    if FILE.fullmatch(text):
+        found = list(ROOT.glob(text if text.startswith(FOLDERS) else f"*/*/src/{text}"))
+        if len(found) == 1:
+            return source_uri(app, docname, str(found[0].relative_to(ROOT)))
+    return None
 
 
 def exists(text: str) -> bool:
-    """True for a module of ours, or a name in one; entry points are named alike."""
+    """True for a module of ours and for a name in one; the groups of entry points are written alike."""
     if text in entry_point_groups():
         return True
     package, *parts = text.split(".")
@@ -162,14 +136,13 @@ def exists(text: str) -> bool:
         base = ROOT / "packages" / package.replace("_", "-") / "src" / package / "/".join(parts[:count])
         for file in (base.with_suffix(".py"), base / "__init__.py"):
             if file.is_file():
-                rest = parts[count : count + 1]
-                return all(re.search(rf"\b{name}\b", file.read_text()) for name in rest)
+                return all(re.search(rf"\b{name}\b", file.read_text()) for name in parts[count : count + 1])
     return False
 
 
 @functools.cache
 def entry_point_groups() -> set[str]:
-    """Groups by which other packages add names to registries; they are written like modules."""
+    """Groups by which other packages add names to registries."""
     files = ROOT.glob("packages/*/src/**/*.py")
     return {found for file in files for found in re.findall(r'\bgroup="(rl_\w+\.\w+)"', file.read_text())}
 
@@ -180,20 +153,35 @@ def page_uri(app: Sphinx, docname: str, target: str, anchor: str) -> str:
 
 
 def source_uri(app: Sphinx, docname: str, place: str) -> str:
-    """Address of a file's page of source; asks for that page."""
+    """Address of a file's page of source, for which it asks."""
     file, _, anchor = place.partition("#")
-    WANTED.add(file)
+    wanted(app).add(file)
     return app.builder.get_relative_uri(docname, f"source/{file}") + (f"#{anchor}" if anchor else "")
 
 
+@functools.cache
+def wanted(_app: Sphinx) -> set[str]:
+    """Files whose source some page links to."""
+    return set()
+
+
 def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, object], str]]:
-    """A page for each file that is linked to."""
+    """A page for each of these files."""
     formatter = HtmlFormatter(linespans="L", wrapcode=True)
-    for file in sorted(WANTED):
-        text = (ROOT / file).read_text()
+    for file in sorted(wanted(app)):
         try:
             lexer = get_lexer_for_filename(file)
         except ClassNotFound:
             lexer = TextLexer()
-        body = f'<h1><code>{file}</code></h1><div class="source">{highlight(text, lexer, formatter)}</div>'
+        code = highlight((ROOT / file).read_text(), lexer, formatter)
+        body = f'<h1><code>{file}</code></h1><div class="source">{code}</div>'
         yield f"source/{file}", {"title": PurePosixPath(file).name, "body": body}, "page.html"
+
+
+def flatten_signatures(_app: Sphinx, name: str, _template: str, context: dict[str, str], _tree: nodes.Node) -> None:
+    """Write long signatures as lines, not as Sphinx's list within a term, which is no valid list of definitions."""
+    if name.startswith("api/"):
+        context["body"] = SIGNATURE.sub(
+            lambda found: found[1].replace("<dd>", '<span class="sig-line">').replace("</dd>", "</span>"),
+            context["body"],
+        )

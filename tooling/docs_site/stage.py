@@ -9,8 +9,8 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
 
 from tooling.docs_site.api import make_api
 
@@ -27,18 +27,32 @@ def stage(root: Path, folder: Path) -> list[str]:
         What is wrong with docstrings.
     """
     api = make_api(root)
-    wanted: dict[str, bytes] = {path.name: path.read_bytes() for path in PAGES.glob("*.md")}
+    wanted: dict[str, bytes] = {}
     for file in listed(root):
         if file.suffix in IMAGES:
             wanted[str(file)] = (root / file).read_bytes()
         elif file.suffix == ".md":
             wanted[str(file)] = with_source_links(root, file).encode()
     wanted |= {f"api/{module}.md": text.encode() for module, text in api.pages.items()}
+    wanted |= {path.name: text.encode() for path, text in with_entries(PAGES.glob("*.md"), sorted(wanted))}
     wanted["names.json"] = json.dumps({"public": api.public, "sources": api.sources}).encode()
     for name, content in wanted.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     return api.problems
+
+
+def with_entries(pages: Iterable[Path], files: Sequence[str]) -> Iterator[tuple[Path, str]]:
+    """The pages of contents, in which an entry such as `/docs/*` stands for all documents that no page names."""
+    texts = {page: page.read_text() for page in pages}
+    named = {name for text in texts.values() for name in re.findall(r"^(?:.*<)?/([\w./-]+)>?$", text, re.MULTILINE)}
+    rest = [name for name in (file.removesuffix(".md") for file in files if file.endswith(".md")) if name not in named]
+    for page, text in texts.items():
+        lines = []
+        for line in text.splitlines():
+            found = [name for name in rest if PurePosixPath(f"/{name}").match(line)] if "*" in line else []
+            lines.extend([f"/{name}" for name in found] if line.startswith("/") and "*" in line else [line])
+        yield page, "\n".join((*lines, ""))
 
 
 def listed(root: Path) -> Iterator[Path]:
