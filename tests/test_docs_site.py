@@ -146,7 +146,7 @@ def test_what_is_broken_fails_the_build(tmp_path: Path) -> None:
     source.mkdir()
     (source / "names.json").write_text('{"public": {}, "sources": {}}')
     (source / "index.md").write_text(
-        "# A page\n\n[no page](nowhere.md) [no heading](#nowhere)\n`rl_core.queue.nowhere` {py:class}`rl_core.Nowhere`\n"
+        "# A page\n\n[no page](nowhere.md) [none](#nowhere)\n`rl_core.queue.nowhere` {py:class}`rl_core.Nowhere`\n"
     )
     words = [
         "-c",

@@ -1,4 +1,4 @@
-"""Pages of the public names, made from the sources by griffe without importing them.
+"""Pages of the public names, made from the sources by `griffe` without importing them.
 
 A module is public when a page of docs/reference lists it. Each name is documented once, under its shortest import path;
 the other modules that export it link there.
@@ -38,7 +38,7 @@ class Api:
         public: The path under which a name is documented, by every path that leads to it.
         types: Those of `public` that annotations can link to.
         sources: File and line by documented path.
-        problems: What griffe found wrong in docstrings, such as an argument that the function does not have.
+        problems: What `griffe` found wrong in docstrings, such as an argument that the function does not have.
     """
 
     pages: dict[str, str] = field(default_factory=dict)
@@ -83,8 +83,12 @@ def exports_of(module: griffe.Module) -> dict[str, griffe.Object]:
         names = [name for name in names if module.members[name].kind.value in ("class", "function")]
     else:
         names = sorted(str(getattr(name, "name", name)) for name in module.exports)
-    found = {name: module.members[name] for name in names}
-    return {name: one.final_target if one.is_alias else one for name, one in found.items()}
+    return {name: resolved(module.members[name]) for name in names}
+
+
+def resolved(one: griffe.Object | griffe.Alias) -> griffe.Object:
+    """What an import stands for."""
+    return one.final_target if isinstance(one, griffe.Alias) else one
 
 
 @dataclass
@@ -114,7 +118,9 @@ class Writer:
     def entry(self, one: griffe.Object, name: str, *, depth: int) -> Iterator[str]:
         """A name's directive, and within it those of its members."""
         fence = ":" * depth
-        self.api.sources[f"{self.module}.{name}"] = f"{one.filepath.relative_to(self.root)}#L-{one.lineno or 1}"
+        self.api.sources[f"{self.module}.{name}"] = (
+            f"{Path(str(one.filepath)).relative_to(self.root)}#L-{one.lineno or 1}"
+        )
         last = name.rpartition(".")[2]
         kind, signatures, options = self.head(one, last, is_member="." in name)
         yield f"{fence}{{py:{kind}}} {signatures[0]}"
@@ -126,7 +132,7 @@ class Writer:
         if isinstance(one, griffe.Class):
             for member_name, member in one.members.items():
                 if self.is_shown(member_name, member):
-                    yield from self.entry(member, f"{name}.{member_name}", depth=depth - 1)
+                    yield from self.entry(resolved(member), f"{name}.{member_name}", depth=depth - 1)
         yield from (fence, "")
 
     def is_shown(self, name: str, member: griffe.Object | griffe.Alias) -> bool:
@@ -161,7 +167,8 @@ class Writer:
         if not used:
             return ""
         words = [
-            f"{name}: {self.typed(member.annotation)}" + (f" = {default_of(member.value)}" if member.value else "")
+            f"{name}: {self.typed(member.annotation or '')}"
+            + (f" = {default_of(member.value)}" if member.value else "")
             for name, member in one.members.items()
             if isinstance(member, griffe.Attribute) and is_field(member)
         ]
@@ -169,8 +176,9 @@ class Writer:
         return f"({', '.join([*(['*'] if by_name and words else []), *words])})"
 
     def signature(self, function: griffe.Function, *, skip_self: bool, with_result: bool = True) -> str:
-        """A function's signature, whose names of ours are whole, so that they become links."""
-        words, seen_star = [], False
+        """A function's signature, in which names of ours have their full path, so that they become links."""
+        words: list[str] = []
+        seen_star = False
         for parameter in function.parameters:
             if skip_self and parameter.name in ("self", "cls") and not words:
                 continue

@@ -1,6 +1,6 @@
 """The tree that Sphinx reads: the repository's Markdown where it lies, and the pages that are generated.
 
-A link to a file that is no page gets the scheme `source:`, of which extension.py makes a page with its text.
+A link to a file that is not a page gets the scheme `source:`; extension.py shows the text of that file on a page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def stage(root: Path, folder: Path) -> list[str]:
         if file.suffix in IMAGES:
             wanted[str(file)] = (root / file).read_bytes()
         elif file.suffix == ".md":
-            wanted[str(file)] = with_source_links(root, file).encode()
+            wanted[str(file)] = (with_source_links(root, file) + unreleased(root, file)).encode()
     wanted |= {f"api/{module}.md": text.encode() for module, text in api.pages.items()}
     wanted |= {path.name: text.encode() for path, text in with_entries(PAGES.glob("*.md"), sorted(wanted))}
     wanted["names.json"] = json.dumps({"public": api.public, "sources": api.sources}).encode()
@@ -48,10 +48,11 @@ def with_entries(pages: Iterable[Path], files: Sequence[str]) -> Iterator[tuple[
     named = {name for text in texts.values() for name in re.findall(r"^(?:.*<)?/([\w./-]+)>?$", text, re.MULTILINE)}
     rest = [name for name in (file.removesuffix(".md") for file in files if file.endswith(".md")) if name not in named]
     for page, text in texts.items():
-        lines = []
+        lines: list[str] = []
         for line in text.splitlines():
-            found = [name for name in rest if PurePosixPath(f"/{name}").match(line)] if "*" in line else []
-            lines.extend([f"/{name}" for name in found] if line.startswith("/") and "*" in line else [line])
+            is_pattern = line.startswith("/") and "*" in line
+            matching = (f"/{name}" for name in rest if is_pattern and PurePosixPath(f"/{name}").match(line))
+            lines.extend(matching if is_pattern else [line])
         yield page, "\n".join((*lines, ""))
 
 
@@ -62,6 +63,18 @@ def listed(root: Path) -> Iterator[Path]:
     for name in sorted(set(names)):
         if not LEFT_OUT.search(name) and (root / name).is_file():
             yield Path(name)
+
+
+def unreleased(root: Path, file: Path) -> str:
+    """For a changelog, the changes since the last release, by kind; empty for other pages."""
+    if file.name != "CHANGELOG.md":
+        return ""
+    kinds: dict[str, list[str]] = {}
+    for fragment in sorted((root / file.parent / "changes").glob("*.*.md")):
+        text = " ".join(fragment.read_text().split())
+        kinds.setdefault(fragment.name.split(".")[1], []).append(f"- {text}\n")
+    sections = [f"\n### {kind.capitalize()}\n\n{''.join(lines)}" for kind, lines in sorted(kinds.items())]
+    return "\n## Not released yet\n" + "".join(sections) if sections else ""
 
 
 def with_source_links(root: Path, file: Path) -> str:
