@@ -41,7 +41,7 @@ def section_lines(section: str) -> Iterator[str]:
     meaning = (inspect.getdoc(kind) or "").partition("\n")[0]
     alone = "" if section in Settings.model_fields else " Only in the asynchronous trainer."
     yield from ("", f"## {section}", "", f"{escaped(meaning)}{alone}", "")
-    yield from ("| setting | type | default | meaning |", "|---|---|---|---|")
+    yield from ("| setting | meaning |", "|---|---|")
     for name, setting in setting_fields(AsyncSettings).items():
         if name.startswith(f"{section}."):
             yield row(setting)
@@ -51,11 +51,13 @@ def section_lines(section: str) -> Iterator[str]:
 def row(setting: SettingField) -> str:
     """A setting's row."""
     is_required = setting.default is dataclasses.MISSING
-    default = "required" if is_required else f"`{written(setting.default) or '(empty)'}`"
+    default = "required" if is_required else f"default `{written(setting.default) or '(empty)'}`"
     resume = " *Resume.*" if setting.name in changeable_on_resume(AsyncSettings) else ""
-    kind = describe_type(setting.annotation)
-    words = (f"`{setting.name}`", f"`{kind}`", default, f"{escaped(setting.meaning)}{resume}")
-    return f"| {' | '.join(word.replace('|', chr(92) + '|') for word in words)} |"
+    cells = (
+        f"`{setting.name}`<br>{escaped(describe_type(setting.annotation))}, {default}",
+        f"{escaped(setting.meaning)}{resume}",
+    )
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def escaped(text: str) -> str:

@@ -103,7 +103,7 @@ def known_names(source: Path) -> dict[str, str]:
 def row_uri(app: Sphinx, docname: str, text: str) -> str | None:
     """Where a setting or a metric is explained."""
     place = rows(app).get(text)
-    return None if place is None else page_uri(app, docname, *place)
+    return None if place is None or place[0] == docname else page_uri(app, docname, *place)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from tooling.docs_site.api import make_api
@@ -34,7 +34,7 @@ def stage(root: Path, folder: Path) -> list[str]:
         elif file.suffix == ".md":
             wanted[str(file)] = (with_source_links(root, file) + unreleased(root, file)).encode()
     wanted |= {f"api/{module}.md": text.encode() for module, text in api.pages.items()}
-    wanted |= {path.name: text.encode() for path, text in with_entries(PAGES.glob("*.md"), sorted(wanted))}
+    wanted |= {path.name: text.encode() for path, text in with_entries(PAGES.glob("*.md"), wanted)}
     wanted["names.json"] = json.dumps({"public": api.public, "sources": api.sources}).encode()
     for name, content in wanted.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -42,11 +42,11 @@ def stage(root: Path, folder: Path) -> list[str]:
     return api.problems
 
 
-def with_entries(pages: Iterable[Path], files: Sequence[str]) -> Iterator[tuple[Path, str]]:
+def with_entries(pages: Iterable[Path], files: Iterable[str]) -> Iterator[tuple[Path, str]]:
     """The pages of contents, in which an entry such as `/docs/*` stands for all documents that no page names."""
     texts = {page: page.read_text() for page in pages}
     named = {name for text in texts.values() for name in re.findall(r"^(?:.*<)?/([\w./-]+)>?$", text, re.MULTILINE)}
-    rest = [name for name in (file.removesuffix(".md") for file in files if file.endswith(".md")) if name not in named]
+    rest = sorted({file.removesuffix(".md") for file in files if file.endswith(".md")} - named)
     for page, text in texts.items():
         lines: list[str] = []
         for line in text.splitlines():
