@@ -1,7 +1,6 @@
 """Virtual environments below .nox, one for each purpose, shared between verbs.
 
-Each is made from locks/ once, made again when what it was made from changes, and never taken for whole when its making
-was cut short.
+Each is made once from locks/, and made again when its inputs change. An interrupted build is never used.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import nox
 
-from tooling.pythons import HERE, PYTHONS, Interpreter
+from tooling.pythons import HERE, PYTHONS, Interpreter, find_python
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rl-core", "rl-rollout", "rl-distill", "rl-metrics")
@@ -48,7 +47,7 @@ file = os.open(name, os.O_WRONLY | os.O_APPEND) if name else None; name and (os.
 """
 """A line of a .pth file, which an interpreter may read twice."""
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
-"""Names of the program, by any of which tests/support/chromium.py finds it."""
+"""Names of the program; tests/support/chromium.py looks for any of them."""
 APT_S = 600.0  # a mirror that stalls, or another apt-get, does not keep the tests
 
 
@@ -219,10 +218,12 @@ def interpreter_mistake(environment: Environment) -> str:
     allowed = [int(python.split(".")[1]) for python in PYTHONS]
     if minor in allowed or (minor > max(allowed) and not any(TORCH in step for step in environment.steps)):
         return ""
+    found = next(filter(None, map(find_python, PYTHONS)), None)
+    get = "Get one (`apt-get install python3.11-venv`, `pyenv install 3.11`, `uv python install 3.11`), and run nox on"
+    advice, program = (f"This machine has {found.minor}; run nox on", found.program) if found else (get, "python3.11")
     return (
         f".nox/{environment.name} needs Python {', '.join(PYTHONS[:-1])} or {PYTHONS[-1]}; nox runs on {version}. "
-        "Get one (`apt-get install python3.11-venv`, `pyenv install 3.11` or `uv python install 3.11`), and run nox on "
-        "it: `python3.11 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s train`"
+        f"{advice} it: `{program} -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s train`"
     )
 
 

@@ -53,7 +53,7 @@ CHECKED = ("torch", "megatron.core", "transformers", "zarr", "structlog", "pydan
 
 
 def main(words: Sequence[str]) -> int:
-    """Collect; the exit status is 0 when the folder is whole."""
+    """Collect; the exit status is 0 when the folder is complete."""
     parser = argparse.ArgumentParser(prog="nox -s gpu -- --wheels")
     parser.add_argument("folder", type=Path, help="where to; it must be empty or new")
     parser.add_argument("--python", default="3.12", choices=["3.11", "3.12", "3.13"], help="the machine's")

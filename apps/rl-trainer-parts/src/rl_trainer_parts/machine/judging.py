@@ -5,9 +5,10 @@ from typing import Literal, NamedTuple
 
 from packaging.version import Version
 
+from rl_core.cluster import describe_shares
 from rl_core.terminal_text import bytes_text
 from rl_trainer_parts.machine.needs import GIB, Needs, Sizes
-from rl_trainer_parts.machine.readings import OURS, Cuda, Machine
+from rl_trainer_parts.machine.readings import OURS, Cuda, Machine, RayCluster
 
 State = Literal["ok", "warning", "problem"]
 
@@ -281,6 +282,21 @@ def _ray(machine: Machine) -> Iterator[Check]:
             f"{found}, and this environment has {ours}: they cannot be joined",
             "Start the cluster from this environment, or install its version of Ray here.",
         )
+
+
+def judge_cluster(address: str, cluster: RayCluster) -> Check:
+    """Whether a run can join the Ray cluster that its settings name.
+
+    Args:
+        address: As in the settings.
+        cluster: What was found there.
+    """
+    name = "ray cluster"
+    if cluster.error:
+        advice = "Start it by `ray start --head`, with the same Ray, Python and RAY_AUTH_TOKEN; open its ports to here."
+        return Check(name, "problem", cluster.error, advice)
+    nodes = f"{cluster.nodes} node{'' if cluster.nodes == 1 else 's'}"
+    return Check(name, "ok", f"{address} has {nodes} with {describe_shares(cluster.cpus, cluster.gpus)}")
 
 
 def _disk(machine: Machine, needs: Needs) -> Check:

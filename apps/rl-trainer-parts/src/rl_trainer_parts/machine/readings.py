@@ -34,8 +34,11 @@ EXTRAS = ("", "megatron", "ray", "torch", "transformers")
 RAY_PORTS = (6379, 8265, 10001)
 """Of `ray start --head`: the cluster's address, its dashboard, and Ray Client."""
 
-QUERY = Path(__file__).with_name("gpu_query.py")
-QUERY_DEADLINE_S = 180.0
+GPU_QUERY = Path(__file__).with_name("gpu_query.py")
+GPU_DEADLINE_S = 180.0
+RAY_QUERY = Path(__file__).with_name("ray_query.py")
+RAY_DEADLINE_S = 60.0
+ANSWER_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory on Linux
 
 
@@ -88,6 +91,23 @@ class Cuda:
     gpus: tuple[Gpu, ...] = ()
     apart: tuple[str, ...] = ()
     vision_error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayCluster:
+    """A Ray cluster that was joined.
+
+    Attributes:
+        nodes: How many live.
+        cpus: Of all of them.
+        gpus: Of all of them.
+        error: Why it could not be joined; empty where it could.
+    """
+
+    nodes: int = 0
+    cpus: float = 0.0
+    gpus: float = 0.0
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,17 +207,37 @@ def _driver() -> str | None:
 
 
 def _ask_torch() -> Cuda:
-    command = [sys.executable, "-P", str(QUERY)]
+    found = _ask(GPU_QUERY, deadline_s=GPU_DEADLINE_S)
+    return Cuda(**{**found, "gpus": tuple(Gpu(**gpu) for gpu in found.get("gpus", ()))})
+
+
+def read_cluster(address: str) -> RayCluster:
+    """Join a Ray cluster in a child, as a run would, and leave it.
+
+    Args:
+        address: "host:port".
+    """
+    host, _, port = address.rpartition(":")
     try:
-        done = subprocess.run(  # noqa: S603 - a script of ours
-            command, capture_output=True, text=True, errors="replace", timeout=QUERY_DEADLINE_S, check=False
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()  # where nobody listens, Ray waits minutes
+    except (OSError, ValueError) as error:
+        return RayCluster(error=f"nothing answers at {address} ({error})")
+    return RayCluster(**_ask(RAY_QUERY, address, deadline_s=RAY_DEADLINE_S))
+
+
+def _ask(script: Path, *words: str, deadline_s: float) -> dict[str, Any]:
+    """What a script of ours prints, or an error."""
+    command = [sys.executable, "-P", str(script), *words]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own file
+            command, capture_output=True, text=True, errors="replace", timeout=deadline_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return Cuda(error=f"torch did not say what it sees within {QUERY_DEADLINE_S:g} s")
+        return {"error": f"no answer within {deadline_s:g} s"}
     if done.returncode:
-        return Cuda(error=done.stderr.strip().rpartition("\n")[2] or f"torch ended with status {done.returncode}")
+        return {"error": done.stderr.strip().rpartition("\n")[2] or f"the process ended with {done.returncode}"}
     found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return Cuda(**{**found, "gpus": tuple(Gpu(**gpu) for gpu in found.get("gpus", ()))})
+    return found
 
 
 def _memory() -> Space:
