@@ -142,6 +142,12 @@ AGENTS = Environment(
     steps=(("--no-deps", "-r", "locks/agents.txt"),),
     inputs=("locks/agents.txt",),
 )
+DOCS = Environment(
+    name="docs",
+    cost="50 MB to download, 15 s",
+    steps=(("--no-deps", "-r", "locks/docs.txt"),),
+    inputs=("locks/docs.txt",),
+)
 
 
 def unit_environment(package: str) -> Environment:

@@ -22,7 +22,8 @@ MAX_DIGEST_THREADS = 4
 PROBED_AT_ONCE = 2**24
 """Number of elements converted to float32 at a time."""
 PEFT_PREFIX = "base_model.model."
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+LORA_A = ".lora_A.weight"
+LORA_B = ".lora_B.weight"
 """Names that peft gives an adapter's tensors: prefix, the base module, and one of these."""
 
 Answer = TypeVar("Answer")
