@@ -21,6 +21,7 @@ from nox.command import CommandFailed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from tooling.environments import (
     AGENTS,
+    DOCS,
     PACKAGES,
     PROJECTS,
     ROOT,
@@ -107,6 +108,8 @@ def tests(session: nox.Session) -> None:
         with summary(session):
             if any(word.rstrip("/") == "tests" or "report" in word for word in session.posargs):
                 chromium(session)
+            if any(word.rstrip("/") == "tests" or "docs" in word for word in session.posargs):
+                ensure(session, DOCS)
             run_pytest(session, workspace(session), *session.posargs)
         return
     apps = [f"{project}/tests" for project in PROJECTS if project.startswith("apps/")]  # packages are covered by unit
@@ -117,6 +120,7 @@ def tests(session: nox.Session) -> None:
         running = [job.start() for job in beside]
         try:
             chromium(session)
+            ensure(session, DOCS)
             failure = None
             try:
                 run_pytest(session, workspace(session), *TWO_WORKERS, *suites)
@@ -296,6 +300,15 @@ def peer_variables(session: nox.Session, name: str) -> dict[str, str]:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation site; `-- --serve` serves it on this machine, `-- --settings` renews docs/settings.md."""
+    if "--settings" in session.posargs:
+        session.run(workspace(session), "-m", "tooling.settings_page")
+        return
+    session.run(ensure(session, DOCS), "-m", "tooling.docs_site.build", *session.posargs)
+
+
+@nox.session
 def verifiers(session: nox.Session) -> None:
     """Run examples/verifiers; the library verifiers does not fit beside vLLM, and has an environment of its own."""
     session.run(ensure(session, VERIFIERS), "examples/verifiers/run.py")
@@ -349,7 +362,7 @@ def lock(session: nox.Session) -> None:
     """Renew locks/*.txt from locks/*.in: `nox -s lock -- cpu`; all when none is named."""
     tools = ensure(session, TOOLS)
     left_out = {line.split(";")[0].strip() for line in (ROOT / "locks/overrides.txt").read_text().splitlines()}
-    for name in session.posargs or ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", "agents", "gpu"):
+    for name in session.posargs or ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", "agents", "docs", "gpu"):
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
             resolve = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--report", str(report)]

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import types
@@ -145,6 +146,12 @@ def test_tools_run_on_newer_interpreters(environments):
     for version, serves in (("3.14.0", True), ("3.10.0", False)):
         tools = dataclasses.replace(environments.TOOLS, base=python_version(environments, version))
         assert (environments.interpreter_mistake(tools) == "") is serves
+
+
+def test_projects_name_the_supported_pythons():
+    for project in ROOT.glob("*/*/pyproject.toml"):
+        named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project.read_text())
+        assert tuple(named) == pythons.PYTHONS, project
 
 
 def write_python(folder: Path, minor: str) -> Path:

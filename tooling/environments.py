@@ -142,6 +142,12 @@ AGENTS = Environment(
     steps=(("--no-deps", "-r", "locks/agents.txt"),),
     inputs=("locks/agents.txt",),
 )
+DOCS = Environment(
+    name="docs",
+    cost="50 MB to download, 15 s",
+    steps=(("--no-deps", "-r", "locks/docs.txt"),),
+    inputs=("locks/docs.txt",),
+)
 
 
 def unit_environment(package: str) -> Environment:
@@ -225,7 +231,7 @@ def interpreter_mistake(environment: Environment) -> str:
 def only_one(session: nox.Session, environment: Environment) -> Iterator[None]:
     """Let one nox at a time make an environment; the others wait for it."""
     environment.folder.parent.mkdir(exist_ok=True)
-    with environment.folder.with_suffix(".lock").open("w") as file:
+    with (environment.folder.parent / f"{environment.name}.lock").open("w") as file:
         os.set_inheritable(file.fileno(), True)  # a pip that outlives a killed nox still holds it
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

