@@ -1,5 +1,6 @@
 """The documentation site, built once and opened from disk in a browser, as a desktop and as a phone see it."""
 
+import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from chromium import Page, find_chromium
+from tooling.docs_site.notebooks import notebook_page
 from tooling.settings_page import PAGE
 from tooling.settings_page import page as settings_page
 
@@ -37,6 +39,18 @@ needs_browser = pytest.mark.skipif(find_chromium() is None, reason="no Chromium:
 def test_the_settings_page_is_that_of_the_code() -> None:
     is_new = PAGE.read_text() == settings_page() + "\n"
     assert is_new, "docs/settings.md is out of date; run `nox -s docs -- --settings`"
+
+
+def test_a_notebook_becomes_a_page_with_its_outputs() -> None:
+    shown = [{"text": ["1\n", "2\n"]}, {"data": {"image/png": "iVBORw0KGgo=\n", "text/plain": ["<Figure>"]}}]
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "words"]},
+        {"cell_type": "code", "source": ["print(1)\n", "draw()"], "outputs": shown},
+    ]
+    assert notebook_page(json.dumps({"cells": cells})) == (
+        "# Title\nwords\n\n```python\nprint(1)\ndraw()\n```\n\n```text\n1\n2\n```\n\n"
+        "![Output of the cell above](data:image/png;base64,iVBORw0KGgo=)\n"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +147,11 @@ def test_names_settings_metrics_and_files_are_links(site: Path, name: str, targe
 @needs_site
 def test_the_source_of_a_public_name_is_a_click_away(site: Path) -> None:
     page = (site / "api/rl_core.html").read_text()
-    file = "source/packages/rl-core/src/rl_core/queue/interface.py"
+    file = "source/packages/rl-core/src/rl_core/queue/client.py"
     line = re.search(rf'href="\.\./{file}\.html#(L-\d+)"', page[page.index('id="rl_core.TransferQueue"') :])
     assert line is not None
     (shown,) = re.findall(rf'<span id="{line[1]}">(.*?)\n', (site / f"{file}.html").read_text())
-    assert re.sub("<.*?>", "", shown) == "class TransferQueue(Protocol):"
+    assert re.sub("<.*?>", "", shown) == "class TransferQueue(ABC):"
 
 
 @needs_site

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from tooling.docs_site.api import make_api
+from tooling.docs_site.notebooks import notebook_page
 
 PAGES = Path(__file__).parent / "pages"
 LEFT_OUT = re.compile(r"(^|/)changes/|^tests/|^tooling/")
@@ -31,8 +32,10 @@ def stage(root: Path, folder: Path) -> list[str]:
     for file in listed(root):
         if file.suffix in IMAGES:
             wanted[str(file)] = (root / file).read_bytes()
-        elif file.suffix == ".md":
-            wanted[str(file)] = (with_source_links(root, file) + unreleased(root, file)).encode()
+        elif file.suffix in (".md", ".ipynb"):
+            text = (root / file).read_text()
+            text = notebook_page(text) if file.suffix == ".ipynb" else text + unreleased(root, file)
+            wanted[str(file.with_suffix(".md"))] = with_source_links(root, file, text).encode()
     wanted |= {f"api/{module}.md": text.encode() for module, text in api.pages.items()}
     wanted |= {path.name: text.encode() for path, text in with_entries(PAGES.glob("*.md"), wanted)}
     wanted["names.json"] = json.dumps({"public": api.public, "sources": api.sources}).encode()
@@ -77,7 +80,7 @@ def unreleased(root: Path, file: Path) -> str:
     return "\n## Not released yet\n" + "".join(sections) if sections else ""
 
 
-def with_source_links(root: Path, file: Path) -> str:
+def with_source_links(root: Path, file: Path, text: str) -> str:
     """A page's text, in which links to folders lead to their README, and those to other files to their source."""
 
     def rewritten(found: re.Match[str]) -> str:
@@ -86,8 +89,10 @@ def with_source_links(root: Path, file: Path) -> str:
             return found[0]
         if (root / target).is_dir() and (root / target / "README.md").exists():
             return f"]({found[1].rstrip('/')}/README.md{found[2]})"
+        if target.suffix == ".ipynb" and (root / target).is_file():
+            return f"]({found[1].removesuffix('.ipynb')}.md{found[2]})"
         if target.suffix == ".md" or not (root / target).is_file():
             return found[0]
         return f"](source:{target}{found[2]})"
 
-    return LINK.sub(rewritten, (root / file).read_text())
+    return LINK.sub(rewritten, text)
