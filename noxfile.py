@@ -21,6 +21,7 @@ from nox.command import CommandFailed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from tooling.environments import (
     AGENTS,
+    DOCS,
     PACKAGES,
     PROJECTS,
     ROOT,
@@ -37,9 +38,9 @@ from tooling.environments import (
     workspace,
 )
 from tooling.projects import read_projects
-from tooling.pythons import HERE, PYTHONS, needed_python
+from tooling.pythons import HERE, PYTHONS, how_to_get, needed_python, other_pythons
 from tooling.release import DIST, build, release_projects, try_from_index
-from tooling.runs import STOP_S, Job, end, run_jobs, run_pytest, summary
+from tooling.runs import LOGS, STOP_S, Job, end, run_jobs, run_pytest, summary
 
 SOURCES = tuple(f"{project}/src" for project in PROJECTS)
 CHECKED = (*PROJECTS, "benchmarks", "examples", "tests", "tooling", "noxfile.py", "conftest.py")
@@ -71,8 +72,11 @@ CHECKS = (
     ("unit", "rl-core"),
     ("unit", "rl-metrics"),
     ("wheels",),
+    ("pythons",),
 )
 """Sessions of `checks`, with their arguments: the quick ones first, then the longest."""
+ON_EVERY_PYTHON = ("rl-core", "rl-metrics", "-m", "not one_python and not soak and not gpu")
+"""Arguments that `pythons` passes to `unit`."""
 PEERS = {
     "trl": ("TRL_PYTHON", TRL),
     "transfer": ("TRANSFERQUEUE_PYTHON", TRANSFERQUEUE),
@@ -104,42 +108,48 @@ def tests(session: nox.Session) -> None:
         with summary(session):
             if any(word.rstrip("/") == "tests" or "report" in word for word in session.posargs):
                 chromium(session)
+            if any(word.rstrip("/") == "tests" or "docs" in word for word in session.posargs):
+                ensure(session, DOCS)
             run_pytest(session, workspace(session), *session.posargs)
         return
     apps = [f"{project}/tests" for project in PROJECTS if project.startswith("apps/")]  # packages are covered by unit
     suites = ["tests", "examples", *WORKSPACE_TESTS, *apps]
     session.log("All tests, and beside them the checks (lint, imports, types, unit, wheels); on two cores 20 minutes.")
     with summary(session):
-        checks = Job("checks", ("--at-once", "1"))
-        running = checks.start()
+        beside = (Job("checks", ("--at-once", "1", "--without", "pythons")), Job("pythons", ()))
+        running = [job.start() for job in beside]
         try:
             chromium(session)
+            ensure(session, DOCS)
             failure = None
             try:
                 run_pytest(session, workspace(session), *TWO_WORKERS, *suites)
             except CommandFailed as error:
                 failure = error
-            session.log(f"Waiting for the checks, which write to {checks.log.relative_to(ROOT)}.")
-            running.wait()
+            session.log(f"Waiting for the checks, which write to {LOGS.relative_to(ROOT)}.")
+            for process in running:
+                process.wait()
         finally:
-            end([running])
-        print(checks.log.read_text(errors="replace"))
+            end(running)
+        print(*(job.log.read_text(errors="replace") for job in beside), sep="")
     if failure is not None:
         raise failure
-    if running.returncode:
+    if any(process.returncode for process in running):
         session.error("the tests passed, but a check above failed")
 
 
 @nox.session
 def checks(session: nox.Session) -> None:
-    """Run lint, imports, types, unit and wheels, two at once: what a bare `nox` does."""
+    """Run lint, imports, types, unit, wheels and pythons, two at once: what a bare `nox` does."""
     parser = argparse.ArgumentParser(prog="nox -s checks --")
     parser.add_argument("--at-once", type=int, default=2, help="how many side by side")
+    parser.add_argument("--without", choices=sorted({name for name, *_ in CHECKS}), help="a session to leave out")
     options = parser.parse_args(session.posargs)
     if options.at_once < 1:
         parser.error(f"--at-once must be at least 1; found {options.at_once}.")
+    jobs = [Job(name, tuple(words)) for name, *words in CHECKS if name != options.without]
     with summary(session):
-        run_jobs(session, [Job(name, tuple(words)) for name, *words in CHECKS], at_once=options.at_once)
+        run_jobs(session, jobs, at_once=options.at_once)
 
 
 @nox.session
@@ -178,6 +188,17 @@ def unit(session: nox.Session) -> None:
                 failed.append(name)
     if failed:
         session.error(f"unit tests failed: {', '.join(failed)}")
+
+
+@nox.session
+def pythons(session: nox.Session) -> None:
+    """Run the unit tests of rl-core and rl-metrics on each other supported Python that is here; say which is not."""
+    found, missing = other_pythons()
+    for minor in missing:
+        session.warn(f"Not tested on Python {minor}, which is not here; {how_to_get(minor)}")
+    jobs = [Job("unit", ("--python", minor, *ON_EVERY_PYTHON)) for minor in found]
+    with summary(session):
+        run_jobs(session, jobs, at_once=1)
 
 
 @nox.session
@@ -279,6 +300,15 @@ def peer_variables(session: nox.Session, name: str) -> dict[str, str]:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation site; `-- --serve` serves it on this machine, `-- --settings` renews docs/settings.md."""
+    if "--settings" in session.posargs:
+        session.run(workspace(session), "-m", "tooling.settings_page")
+        return
+    session.run(ensure(session, DOCS), "-m", "tooling.docs_site.build", *session.posargs)
+
+
+@nox.session
 def verifiers(session: nox.Session) -> None:
     """Run examples/verifiers; the library verifiers does not fit beside vLLM, and has an environment of its own."""
     session.run(ensure(session, VERIFIERS), "examples/verifiers/run.py")
@@ -332,7 +362,7 @@ def lock(session: nox.Session) -> None:
     """Renew locks/*.txt from locks/*.in: `nox -s lock -- cpu`; all when none is named."""
     tools = ensure(session, TOOLS)
     left_out = {line.split(";")[0].strip() for line in (ROOT / "locks/overrides.txt").read_text().splitlines()}
-    for name in session.posargs or ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", "agents", "gpu"):
+    for name in session.posargs or ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", "agents", "docs", "gpu"):
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
             resolve = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--report", str(report)]
