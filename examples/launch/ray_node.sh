@@ -13,7 +13,10 @@ set -euo pipefail
 port=${RAY_HEAD##*:}
 : "${RAY_AUTH_TOKEN:?must be the same secret on every node}"
 case ${1:-} in
-head) place=(--head --port="$port" --include-dashboard=false) address=${RAY_NODE_ADDRESS:-${RAY_HEAD%:*}} ;;
+head)
+    place=(--head --port="$port" --include-dashboard=false --ray-client-server-port=0)
+    address=${RAY_NODE_ADDRESS:-${RAY_HEAD%:*}}
+    ;;
 worker) place=(--address="$RAY_HEAD") address=${RAY_NODE_ADDRESS:-} ;;
 *)
     echo "usage: ray_node.sh head|worker; found ${1:-nothing}" >&2
@@ -25,12 +28,12 @@ if [[ -n $address ]]; then
 fi
 read -ra more <<<"${RAY_NODE_OPTIONS:-}"
 
-export RAY_AUTH_MODE=token
+export RAY_AUTH_MODE=token RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 # nothing to drain: the trainer ends first
 # Notice a lost node within 5 s. Ray's default is 15 s.
 export RAY_health_check_initial_delay_ms=0 RAY_health_check_period_ms=1000
 export RAY_health_check_timeout_ms=1000 RAY_health_check_failure_threshold=3
 # Ray lets every user read its folder, so a private one is around it. Sockets are in it, so its path is short.
-folder=$(mktemp -d /tmp/rl-ray-XXXXXX)
+folder=$(mktemp -d /tmp/rl-node-XXXXXX)
 # The system chooses every port except the head's, so several nodes can share a machine.
 ports=(--min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0)
 
