@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 BENCHMARKS = Path(__file__).resolve().parent
 START_TIMEOUT_S = 240.0
@@ -77,6 +77,49 @@ def run_child(command: Sequence[str], log: Path, *, variables: Mapping[str, str]
     return time.perf_counter() - started
 
 
+class Talker:
+    """A process in a group of its own, whose lines are read as they come.
+
+    Attributes:
+        process: What was started.
+    """
+
+    def __init__(self, command: Sequence[str], errors: IO[str], *, env: Mapping[str, str], stdin: int) -> None:
+        """Start it.
+
+        Args:
+            command: What to run.
+            errors: The file for its standard error.
+            env: All of its environment variables.
+            stdin: As subprocess takes it.
+        """
+        self._lines: queue.Queue[str] = queue.Queue()
+        self.process = subprocess.Popen(
+            command, stdin=stdin, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, start_new_session=True
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def line(self, timeout_s: float) -> str:
+        """The next line, or an empty string once the process has closed its output.
+
+        Raises:
+            queue.Empty: It wrote none in time.
+        """
+        return self._lines.get(timeout=timeout_s)
+
+    def kill(self) -> None:
+        """End it and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _read(self) -> None:
+        if self.process.stdout is not None:
+            for line in self.process.stdout:
+                self._lines.put(line.strip())
+        self._lines.put("")
+
+
 class Peer:
     """A started process of a system or side; says "ready" once it is warm, then answers a line of JSON with another.
 
@@ -102,21 +145,13 @@ class Peer:
         self.name = name
         self._command = list(command)
         self._log = folder / f"{name}.log"
-        self._lines: queue.Queue[str] = queue.Queue()
         inherited = os.environ.get("PYTHONPATH") if command[0] == sys.executable else None
         paths = os.pathsep.join([str(BENCHMARKS), *filter(None, [inherited])])
+        env = {**environment(folder), "PYTHONPATH": paths, **(variables or {})}
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**environment(folder), "PYTHONPATH": paths, **(variables or {})},
-                start_new_session=True,
-            )
+            self._talker = Talker(self._command, log, env=env, stdin=subprocess.PIPE)
+        self._process = self._talker.process
         self.pid = self._process.pid
-        threading.Thread(target=self._read, daemon=True).start()
         try:
             line = self._line(START_TIMEOUT_S, what="start")
             if line != "ready":
@@ -153,19 +188,11 @@ class Peer:
         """Ask it to end, and end what is left of it."""
         with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
             self._process.communicate('{"operation": "quit"}\n', timeout=QUIT_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def _read(self) -> None:
-        if self._process.stdout is not None:
-            for line in self._process.stdout:
-                self._lines.put(line.strip())
-        self._lines.put("")
+        self._talker.kill()
 
     def _line(self, timeout_s: float, *, what: str) -> str:
         try:
-            line = self._lines.get(timeout=timeout_s)
+            line = self._talker.line(timeout_s)
         except queue.Empty:
             reason = f"{what}: no answer within {timeout_s:.0f} s"
             raise failure(reason, self._command, self._process.poll(), self._log) from None

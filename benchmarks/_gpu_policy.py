@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 from _gpu_plan import GIB
+from _learner_workload import Rows
 
 from rl_core.files.locked_folders import locked_folder, remove_unlocked_folders
 from rl_core.weights import SHARED_MEMORY
 from rl_distill import kept_activations
+from rl_distill.architecture.flops import forward_flops
 from rl_distill.architecture.policy_config import parse_policy_config
 from rl_distill.architecture.tensor_shapes import count_parameters, tensor_shapes
 from rl_distill.options import LearnerOptions, ParallelOptions
@@ -54,6 +56,14 @@ def fitted(config: Mapping[str, Any], *, memory_bytes: int | None) -> dict[str, 
 def num_parameters(config: Mapping[str, Any]) -> int:
     """Parameters of a policy; a tied head counts once."""
     return count_parameters(parse_policy_config(dict(config))).total
+
+
+def step_flops(config: Mapping[str, Any], rows: Rows) -> float:
+    """Operations that a step needs, three times those of its forward pass; a prompt that rows share counts once."""
+    policy = parse_policy_config(dict(config))
+    _, firsts = np.unique(rows.prompts, return_index=True)
+    repeated = np.delete(rows.prompt_lengths, firsts)
+    return 3 * (forward_flops(policy, rows.lengths.tolist()) - forward_flops(policy, repeated.tolist()))
 
 
 def free_for_activations(config: Mapping[str, Any], *, memory_bytes: int, trained_bytes: int = TRAINED_BYTES) -> float:

@@ -16,7 +16,7 @@ WANTED = (
     ("publish and prove 8 GB: seconds at most", "weights-4b/publish_and_prove", "wall_s", 1.0),
     ("shared_512_16: share of the bound", "ours-4b/bound", "share_of_bound", 0.85),
 )
-"""What is wanted of one H200: of which measurement, and of what of it."""
+"""Targets for one H200: title, measurement, field, wanted value."""
 _AT_MOST = ("wall_s",)
 SAME = ("device", "torch", "is_quick")
 """What must be as it was, for a report to be continued."""
@@ -63,7 +63,7 @@ class Report:
         Args:
             file: Of the JSON.
             known: Of machine and program, with the names of `SAME`.
-            is_fresh: Begin anew though there is one.
+            is_fresh: Start over although the file exists.
 
         Raises:
             ValueError: The file's report is of another machine or torch, or is none.
@@ -120,7 +120,7 @@ class Report:
         self.content["failures"].append({"name": name, "error": error, "advice": advice})
 
     def write(self) -> None:
-        """Replace the file, so that it is whole whenever the program is ended."""
+        """Replace the file, so that it is complete whenever the program ends."""
         part = self.file.with_name(self.file.name + ".part")
         part.write_text(json.dumps(self.content, indent=2) + "\n")
         part.replace(self.file)
@@ -134,7 +134,7 @@ def _continued(file: Path, fresh: dict[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is no report of this program ({error}); choose another --json, or --fresh.") from None
     if differences:
-        raise ValueError(f"{file} was measured with {'; '.join(differences)}. Begin anew with --fresh.")
+        raise ValueError(f"{file} was measured with {'; '.join(differences)}. Start over with --fresh.")
     return {**fresh, "results": rows}
 
 
@@ -172,9 +172,10 @@ def targets(rows: Sequence[Row]) -> list[Row]:
 
 def table(content: Mapping[str, Any]) -> list[str]:
     """The lines that are printed at the end."""
+    noted = () if content["is_quick"] else _NOTED
     lines = [
         f"  {'measurement':36}{'tokens/s':>11}{'MFU':>7}{'GB/s':>8}{'seconds':>9}{'GiB':>7}  notes",
-        *(_line(row) for row in content["results"]),
+        *(_line(row, noted) for row in content["results"]),
         *(f"  {row['name']:36}FAILED  {row['error']}\n      {row['advice']}" for row in content["failures"]),
     ]
     lines += [f"  {name:36}skipped: {reason}" for name, reason in content["skipped"].items()]
@@ -183,6 +184,8 @@ def table(content: Mapping[str, Any]) -> list[str]:
     made_by = sorted({row["sources"] for row in content["results"]})
     if len(made_by) > 1:
         lines.append(f"  made by several states of the sources (`sources` of each row): {', '.join(made_by)}")
+    if content["is_quick"]:
+        return [*lines, "  tiny sizes: the figures say nothing of speed"]
     lines.append("wanted of one H200")
     for target in content["targets"]:
         verdict = {None: "not measured", True: "met", False: "missed"}[target["is_met"]]
@@ -191,7 +194,7 @@ def table(content: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _line(row: Row) -> str:
+def _line(row: Row, noted: Sequence[str]) -> str:
     cells = [
         _cell(row.get("tokens_per_s"), 11, ",.0f"),
         _cell(row.get("mfu"), 7, ".3f"),
@@ -199,7 +202,7 @@ def _line(row: Row) -> str:
         _cell(row.get("step_s", row.get("wall_s")), 9, ".3f"),
         _cell(row.get("peak_memory_gib"), 7, ".1f"),
     ]
-    notes = [f"{name.replace('_', ' ')} {row[name]:.3g}" for name in _NOTED if isinstance(row.get(name), float)]
+    notes = [f"{name.replace('_', ' ')} {row[name]:.3g}" for name in noted if isinstance(row.get(name), float)]
     notes += [f"recompute {row['recompute']}"] if row.get("recompute", "none") != "none" else []
     notes += [f"{row['num_layers']} layers"] if "num_layers" in row else []
     return f"  {row['name']:36}{''.join(cells)}  {', '.join(notes)}"

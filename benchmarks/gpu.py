@@ -1,15 +1,16 @@
-"""Everything that is to be known of one GPU, within ten minutes: the tests marked `gpu`, or what they compute how fast.
+"""Test and measure this project on one GPU, within ten minutes.
 
-    nox -s gpu, or python benchmarks/gpu.py [pytest's arguments]        the tests
+    nox -s gpu, or python benchmarks/gpu.py [pytest's arguments]        run the tests marked `gpu`
     nox -s gpu -- --bench [--json gpu.json] [--minutes 9] [--only WORD] [--fresh] [--short]
+    nox -s gpu -- --help
 
-Needs torch and what locks/gpu.md names; neither nox, vLLM nor a network. Each group of measurements is a process, whose
-failure is told and which the others survive. Every result is on disk at once: a second start goes on where the first
-ended. --short takes tiny sizes, in this process, and runs on a CPU. benchmarks/README.md says what is measured.
+Needs torch and what locks/gpu.md names, but neither nox, vLLM nor a network. Each group of measurements runs in a
+process of its own, so a failure costs no other group. Each result is written at once, and a second start measures what
+is left.
+--short takes tiny sizes, in this process, and runs on a CPU. benchmarks/README.md says what is measured.
 """
 
 import argparse
-import contextlib
 import hashlib
 import importlib.util
 import json
@@ -20,7 +21,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +33,7 @@ BENCHMARKS = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]
 sys.path += [path for path in (*BENCHMARKS, *SOURCES) if path not in sys.path]
 
 try:  # from a checkout in which nothing is installed
+    from _children import LOCAL, Talker
     from _gpu_plan import Group, measurable, plan_of, shape_of
     from _gpu_policy import Policies, fitted
     from _gpu_report import Report, table
@@ -48,24 +49,19 @@ CLOSE_S = 15.0
 """Longest wait for a process to end after its last measurement."""
 TEST_S = 150
 """A test that takes longer is ended, and says where it was."""
-QUIET = {
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "DO_NOT_TRACK": "1",
-    "WANDB_MODE": "offline",
-}
-"""Variables of every child: none of them looks for a network."""
 _CACHE = Path(tempfile.gettempdir()) / f"rl-gpu-{os.getuid()}"
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": str(_CACHE / "inductor"), "TRITON_CACHE_DIR": str(_CACHE / "triton")}
 """Where compiled code goes, unless the caller says; torch asks for the user's name, which a container may not have."""
 FEW_FRAGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """For what fills the GPU, where it works; another process cannot open such memory everywhere."""
+OWN_WORDS = {"--bench", "--short", "--quick", "--help", "-h"}
+"""Without one of these the tests run, and all arguments go to pytest."""
 Tell = Callable[[Mapping[str, Any]], None]
 
 
 def main(words: Sequence[str]) -> int:
     """Run the tests, or measure; the exit status is 0 where nothing failed."""
-    if not {"--bench", "--short", "--quick"} & set(words):
+    if not OWN_WORDS & set(words):
         return run_tests(words)
     options = parse(words)
     if not options.short:
@@ -123,20 +119,21 @@ def gpu_tests() -> list[str]:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     about = __doc__.splitlines()[0] if __doc__ else ""
-    parser = argparse.ArgumentParser(prog="nox -s gpu --", description=about)
-    parser.add_argument("--bench", action="store_true", help="measure; without it the tests run")
-    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="file of the results, which is continued")
-    parser.add_argument("--minutes", type=float, default=9.0, help="when these have passed, all ends")
+    rest = "Without --bench or --short, the tests marked gpu run, and all arguments go to pytest."
+    parser = argparse.ArgumentParser(prog="nox -s gpu --", description=about, epilog=rest)
+    parser.add_argument("--bench", action="store_true", help="measure")
+    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="results; an existing file is resumed")
+    parser.add_argument("--minutes", type=float, default=9.0, help="stop after this long (default: 9)")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="groups with this in their name")
-    parser.add_argument("--fresh", action="store_true", help="forget what the file has, with --only of these groups")
-    parser.add_argument("--peak-tflops", type=float, help="of the GPU, dense bfloat16, where its name is not known")
-    parser.add_argument("--short", "--quick", action="store_true", help="tiny sizes in one process: does it run at all")
+    parser.add_argument("--fresh", action="store_true", help="measure again; with --only, those groups")
+    parser.add_argument("--peak-tflops", type=float, help="dense bfloat16 peak of a GPU that is not known by name")
+    parser.add_argument("--short", "--quick", action="store_true", help="check that it runs: tiny sizes, also on a CPU")
     options = parser.parse_args(words)
     options.json = options.json.absolute()
     if not options.json.parent.is_dir() or options.minutes <= 0:
         parser.error(f"--json needs a folder that exists, and --minutes a number above 0; found {' '.join(words)}")
     if not plan_of(is_short=options.short, only=tuple(options.only)):
-        names = ", ".join(group.name for group in plan_of(is_short=options.short))
+        names = ", ".join(dict.fromkeys(group.name for group in plan_of(is_short=options.short)))
         parser.error(f"--only must be a part of one of {names}; found {', '.join(options.only)}")
     return options
 
@@ -290,18 +287,9 @@ class Child:
         self._is_answered = False
         file = folder / f"{log.stem}.job.json"
         file.write_text(json.dumps(job))
-        self._lines: queue.Queue[str] = queue.Queue()
         with log.open("a") as output:
-            self._process = subprocess.Popen(
-                [*program, str(file)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-                env=environment(**variables),
-                start_new_session=True,
-            )
-        threading.Thread(target=self._read, daemon=True).start()
+            command = [*program, str(file)]
+            self._talker = Talker(command, output, env=environment(**variables), stdin=subprocess.DEVNULL)
 
     def listen(self, tell: Tell, *, until: float) -> None:
         """Pass on what it tells; a row that it dies of, or that takes too long, is told as an error.
@@ -312,13 +300,13 @@ class Child:
             most_s = CLOSE_S if self._is_answered and self._row == self._last else ROW_S
             wait_s = min(most_s, until - time.monotonic())
             try:
-                line = self._lines.get(timeout=max(0.0, wait_s))
+                line = self._talker.line(max(0.0, wait_s))
             except queue.Empty:
                 if wait_s >= most_s and not self._is_answered:
                     tell({"row": self._row, "error": f"no answer within {most_s:g} s; {self._last_words()}"})
                 return  # else the time is over, and the row was not reached
             if not line:
-                status = self._process.wait()
+                status = self._talker.process.wait()
                 if status and not self._is_answered:
                     ended = f"signal {-status}" if status < 0 else f"status {status}"
                     tell({"row": self._row, "error": f"its process ended with {ended}; {self._last_words()}"})
@@ -329,15 +317,7 @@ class Child:
 
     def stop(self) -> None:
         """End it and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def _read(self) -> None:
-        if self._process.stdout is not None:
-            for line in self._process.stdout:
-                self._lines.put(line.strip())
-        self._lines.put("")
+        self._talker.kill()
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()[-2:]
@@ -367,7 +347,7 @@ def asked_about() -> tuple[dict[str, Any], Mapping[str, str]]:
 def environment(**variables: str) -> dict[str, str]:
     """Variables of a child, which finds what this program finds."""
     paths = [*BENCHMARKS, *SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**CACHES, **os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(paths), **variables}
+    return {**CACHES, **os.environ, **LOCAL, "PYTHONPATH": os.pathsep.join(paths), **variables}
 
 
 def sources_digest() -> str:

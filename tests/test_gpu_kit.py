@@ -35,9 +35,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     torch.set_num_threads(threads)
 
 
-def test_the_short_form_measures_everything_and_is_continued(gpu: ModuleType, tmp_path: Path) -> None:
+def test_the_short_form_measures_everything_and_is_continued(
+    gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--short", "--json", str(tmp_path / "gpu.json")]
     assert gpu.main(words) == 0
+    said = capsys.readouterr().out
+    assert "tiny sizes: the figures say nothing of speed" in said
+    assert not [word for word in ("wanted of", "times as fast", "share of bound", "memory of") if word in said]
     found = json.loads((tmp_path / "gpu.json").read_text())
     rows = {row["name"]: row for row in found["results"]}
     assert rows.keys() == {f"{group.name}/{row}" for group in plan.plan_of(is_short=True) for row in group.rows}
@@ -54,6 +59,37 @@ def test_the_short_form_measures_everything_and_is_continued(gpu: ModuleType, tm
     assert rows["queue/lease_to_device"]["gb"] > 0
     assert gpu.main(words) == 0
     assert json.loads((tmp_path / "gpu.json").read_text())["results"] == found["results"]
+
+
+def test_help_is_the_kits_own(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(["--help"])
+    assert ended.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--peak-tflops" in said
+    assert "all arguments go to pytest" in said
+
+
+def test_the_plan_has_all_lengths_of_all_shapes_and_begins_with_the_goals() -> None:
+    names = [f"{group.name}/{row}" for group in plan.PLAN for row in group.rows]
+    assert len(names) == len(set(names))
+    assert {f"ours-{shape}/{workload}" for shape in plan.SHAPES for workload in plan.WORKLOADS} < set(names)
+    goals = {name for _, name, _, _ in report.WANTED} | {"transformers-4b/4k", f"ours-4b/{plan.BOUND}"}
+    begin = names[: max(map(names.index, goals)) + 1]
+    assert set(begin) - goals == {"weights-4b/to_a_process"}
+    assert set(names) >= plan.LARGE
+
+
+def test_operations_of_a_shared_prompt_count_once() -> None:
+    config = plan.shape_of("4b", is_short=True)
+    rows = plan.make_rows("4k_shared", config, seed=0, is_short=True)  # 2 prompts of 16, 4 responses of 16 to each
+    matrices = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64) + 96 * 32
+    pairs = 2 * (sum(range(1, 17)) + 4 * sum(range(17, 33)))
+    expected = 3 * (2 * matrices * 2 * (16 + 4 * 16) + 4 * 2 * 32 * pairs)
+    assert policy.step_flops(config, rows) == expected
+    assert policy.step_flops(config, plan.make_rows("4k", config, seed=0, is_short=True)) == 3 * 8 * (
+        2 * matrices * 33 + 4 * 2 * 32 * sum(range(1, 34))
+    )
 
 
 def test_a_bare_python_is_told_what_it_lacks(tmp_path: Path) -> None:
@@ -168,8 +204,9 @@ def test_memory_that_torch_cannot_have_is_not_asked_for(
 
 def test_small_gpus_are_not_asked_for_rows_that_cannot_fit() -> None:
     small, large = (plan.measurable(plan.PLAN, memory_bytes=gib * plan.GIB, is_short=False) for gib in (79, 139))
-    assert {group.name: group.rows for group in small[0]}["transformers-0.6b"] == ("4k",)
-    assert set(small[1]) - set(large[1]) == {"transformers-0.6b/32k", "transformers-4b-32k/32k"}
+    rows = [{f"{group.name}/{row}" for group in kept for row in group.rows} for kept, _ in (small, large)]
+    assert set(small[1]) - set(large[1]) == rows[1] - rows[0] == plan.LARGE & rows[1]
+    assert {"transformers-0.6b/32k", "ours-4b/32k_shared"} <= set(small[1])
 
 
 def test_activations_of_ours_are_those_that_layers_keep() -> None:
@@ -188,7 +225,7 @@ def test_a_report_of_another_machine_is_not_continued(tmp_path: Path) -> None:
     report.Report(file, KNOWN, is_fresh=False).add(GROUP, {"row": "4k", "values": {"tokens_per_s": 1.0}})
     assert report.Report(file, KNOWN, is_fresh=False).done == {"ours-4b/4k"}
     other = {**KNOWN, "device": "NVIDIA A100"}
-    with pytest.raises(ValueError, match=r"device 'NVIDIA H200', now 'NVIDIA A100'\. Begin anew with --fresh"):
+    with pytest.raises(ValueError, match=r"device 'NVIDIA H200', now 'NVIDIA A100'\. Start over with --fresh"):
         report.Report(file, other, is_fresh=False)
     assert report.Report(file, other, is_fresh=True).done == set()
     mended = report.Report(file, {**KNOWN, "sources": "def"}, is_fresh=False)
@@ -288,13 +325,13 @@ def test_wheels_travel_in_pieces_and_are_installed_without_a_network(
     assert wheels.main(words) == 0
     pieces = sorted(folder.glob("wheels.tar.*"))
     assert [piece.stat().st_size for piece in pieces[:-1]] == [1_000_000] * 2
-    install = ["sh", str(folder / "install.sh"), str(tmp_path / "site")]
+    install = ["sh", "wheels/install.sh", "site"]
     env = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(install, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(install, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "largepart.bin").stat().st_size == 2_500_000
     pieces[1].write_bytes(b"torn")
-    done = subprocess.run(install, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(install, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "a piece is missing or torn" in done.stderr
 

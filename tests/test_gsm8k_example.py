@@ -135,7 +135,7 @@ def test_bad_rows_name_file_line_and_field(
 def test_validation_must_leave_problems_to_train_on(
     prepare: ModuleType, raw: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match="has 8 problems, of which 8 are asked for validation"):
+    with pytest.raises(DataError, match="has 8 problems, and 8 are requested for validation"):
         prepare.prepare(*raw, out=tmp_path / "out", num_validation=8)
 
 

@@ -1,7 +1,6 @@
 """Virtual environments below .nox, one for each purpose, shared between verbs.
 
-Each is made from locks/ once, made again when what it was made from changes, and never taken for whole when its making
-was cut short.
+Each is made once from locks/, and made again when its inputs change. An interrupted build is never used.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import nox
 
-from tooling.pythons import HERE, PYTHONS, Interpreter
+from tooling.pythons import HERE, PYTHONS, Interpreter, find_python
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rl-core", "rl-rollout", "rl-distill", "rl-metrics")
@@ -48,7 +47,7 @@ file = os.open(name, os.O_WRONLY | os.O_APPEND) if name else None; name and (os.
 """
 """A line of a .pth file, which an interpreter may read twice."""
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
-"""Names of the program, by any of which tests/support/chromium.py finds it."""
+"""Names of the program; tests/support/chromium.py looks for any of them."""
 APT_S = 600.0  # a mirror that stalls, or another apt-get, does not keep the tests
 
 
@@ -143,6 +142,12 @@ AGENTS = Environment(
     steps=(("--no-deps", "-r", "locks/agents.txt"),),
     inputs=("locks/agents.txt",),
 )
+DOCS = Environment(
+    name="docs",
+    cost="50 MB to download, 15 s",
+    steps=(("--no-deps", "-r", "locks/docs.txt"),),
+    inputs=("locks/docs.txt",),
+)
 
 
 def unit_environment(package: str) -> Environment:
@@ -213,10 +218,13 @@ def interpreter_mistake(environment: Environment) -> str:
     allowed = [int(python.split(".")[1]) for python in PYTHONS]
     if minor in allowed or (minor > max(allowed) and not any(TORCH in step for step in environment.steps)):
         return ""
+    found = next(filter(None, map(find_python, PYTHONS)), None)
+    get = "Get one (`apt-get install python3.11-venv`, `pyenv install 3.11`, `uv python install 3.11`), and run nox on"
+    advice, program = (f"This machine has {found.minor}; run nox on", found.program) if found else (get, "python3.11")
+    command = f"{program} -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s train"
     return (
         f".nox/{environment.name} needs Python {', '.join(PYTHONS[:-1])} or {PYTHONS[-1]}; nox runs on {version}. "
-        "Get one (`apt-get install python3.11-venv`, `pyenv install 3.11` or `uv python install 3.11`), and run nox on "
-        "it: `python3.11 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s train`"
+        f"{advice} it: `{command}`"
     )
 
 
@@ -224,7 +232,7 @@ def interpreter_mistake(environment: Environment) -> str:
 def only_one(session: nox.Session, environment: Environment) -> Iterator[None]:
     """Let one nox at a time make an environment; the others wait for it."""
     environment.folder.parent.mkdir(exist_ok=True)
-    with environment.folder.with_suffix(".lock").open("w") as file:
+    with (environment.folder.parent / f"{environment.name}.lock").open("w") as file:
         os.set_inheritable(file.fileno(), True)  # a pip that outlives a killed nox still holds it
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,19 +29,23 @@ PIECE_MB = 45
 CHUNK = 1 << 20
 INSTALL = """\
 #!/bin/sh
-# sh install.sh [FOLDER]: installs the wheels into a folder (site), for Python {python} with torch 2.11 or newer.
+# sh install.sh [FOLDER]: installs the wheels for Python {python} and torch 2.11 or newer on x86_64 into a folder, by
+# default site beside this file.
 # PYTHON=/path/to/python names the interpreter that has torch; python3 where none is named.
 set -eu
-cd "$(dirname "$0")"
+here=$(cd "$(dirname "$0")" && pwd)
 python=${{PYTHON:-python3}}
-site=${{1:-$PWD/site}}
-sha256sum --quiet --check SHA256SUMS || {{ echo "a piece is missing or torn; copy it again" >&2; exit 1; }}
+site=${{1:-$here/site}}
+torn() {{ echo "a piece is missing or torn; copy it again" >&2; exit 1; }}
+(cd "$here" && sha256sum --quiet --check SHA256SUMS) || torn
 found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 [ "$found" = {python} ] || {{ echo "these wheels are for Python {python}; $python is $found" >&2; exit 1; }}
-rm -rf wheels && mkdir wheels
-cat wheels.tar.* | tar -x -C wheels
-"$python" -m pip install --quiet --no-index --no-deps --no-cache-dir --upgrade --target "$site" wheels/*.whl
-rm -rf wheels
+wheels=$here/wheels
+rm -rf "$wheels" && mkdir "$wheels"
+cat "$here"/wheels.tar.* | tar -x -C "$wheels"
+"$python" -m pip install --quiet --no-index --no-deps --no-cache-dir --upgrade --target "$site" "$wheels"/*.whl
+rm -rf "$wheels"
+site=$(cd "$site" && pwd)
 PYTHONPATH="$site" "$python" -c 'import {checked}'
 echo "installed; in the checkout: export PYTHONPATH=$site && $python benchmarks/gpu.py --bench"
 """
@@ -49,7 +53,7 @@ CHECKED = ("torch", "megatron.core", "transformers", "zarr", "structlog", "pydan
 
 
 def main(words: Sequence[str]) -> int:
-    """Collect; the exit status is 0 when the folder is whole."""
+    """Collect; the exit status is 0 when the folder is complete."""
     parser = argparse.ArgumentParser(prog="nox -s gpu -- --wheels")
     parser.add_argument("folder", type=Path, help="where to; it must be empty or new")
     parser.add_argument("--python", default="3.12", choices=["3.11", "3.12", "3.13"], help="the machine's")
@@ -141,10 +145,11 @@ def write_pieces(wheels: Sequence[Path], folder: Path, *, most: int) -> list[Pat
 def readme(names: Sequence[str], pieces: Sequence[Path], *, python: str) -> str:
     """What the folder says of itself."""
     lines = [
-        f"Wheels for a GPU machine with Python {python}, torch 2.11 or newer, and no network.",
+        f"Wheels for an x86_64 GPU machine with Python {python}, torch 2.11 or newer, and no network.",
         "",
         f"Copy the whole folder ({len(pieces)} pieces, install.sh, SHA256SUMS) and run `sh install.sh`. It joins the",
-        "pieces, installs the wheels into the folder site, beside which torch stays as it is, and imports them.",
+        "pieces, installs the wheels into the folder site here, and imports them; `sh install.sh FOLDER` installs them",
+        "into another folder. The torch of the machine stays as it is.",
         "",
         *(f"- {name}" for name in names),
     ]

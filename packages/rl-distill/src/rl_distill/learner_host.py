@@ -154,6 +154,14 @@ class LearnerHost:
         """
         return await self._run(partial(self._started.proven, tolerances=tolerances), canary, report)
 
+    async def look(self) -> None:
+        """Detect the death of a rank, with which this role ends where it is to end with its ranks.
+
+        Raises:
+            RoleDiedError: A rank died, and this role does not end with it.
+        """
+        await self._run(self._started.look)
+
     async def report(self) -> RoleView:
         """What it does, for `status` and hang diagnosis."""
         doing, waits = self._doing, self.other_waits()

@@ -44,6 +44,7 @@ class Learners:
         critic: Says the values, where the advantage needs them.
         close: Ends all of them, and their ranks.
         stacks: What each rank with a process of its own does right now, within so many seconds; for any thread.
+        look: Calls each rank, and raises where one has died.
         lora: The policy's adapter, and how engines are given it; rank 0 where all weights are trained.
     """
 
@@ -52,6 +53,7 @@ class Learners:
     critic: Critic | None
     close: Callable[[], None]
     stacks: Callable[[float], list[str]] = lambda _: []
+    look: Callable[[], None] = lambda: None
     lora: LoraOptions = field(default_factory=LoraOptions)
     _base: dict[str, TensorDigest] = field(default_factory=dict, init=False, repr=False)
 

@@ -33,11 +33,11 @@ WIDTH = 110
 
 
 def new(words: Sequence[str], kind: type[Settings], *, program: str) -> int:
-    """Write the folder, and say what to run next; gives the exit status.
+    """Write the folder and print the next commands; return the exit status.
 
     Args:
         words: `DIR [--model FOLDER]`.
-        kind: Settings of which trainer.
+        kind: The trainer's settings class.
         program: The trainer's command.
 
     Raises:
@@ -115,11 +115,11 @@ def _has_chat_template(model: Path) -> bool:
 
 
 def settings_text(values: Mapping[str, object], kind: type[Settings], *, program: str) -> str:
-    """A settings file, in which each section and each setting has its own docstring as a comment.
+    """A settings file whose sections and settings have their docstrings as comments.
 
     Args:
-        values: By name; what these settings do not have is left out.
-        kind: Settings of which trainer.
+        values: Values by name; unknown names are left out.
+        kind: The trainer's settings class.
         program: The trainer's command.
     """
     fields = setting_fields(kind)

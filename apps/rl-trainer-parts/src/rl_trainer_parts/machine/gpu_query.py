@@ -1,4 +1,4 @@
-"""Run as a script, in a child: prints what torch sees of the GPUs, as a line of JSON. A driver may crash it."""
+"""Run as a script in a child process, which a driver may crash: prints the GPUs that torch sees, as a line of JSON."""
 
 import importlib
 import importlib.util
@@ -33,7 +33,7 @@ def _devices(cuda: Any) -> dict[str, Any]:
 
 
 def _vision_error() -> str:
-    """Why torchvision cannot be imported beside this torch; empty where it can, or is not there."""
+    """Why torchvision cannot be imported with this torch; empty if it can, or is not installed."""
     if importlib.util.find_spec("torchvision") is None:
         return ""
     try:

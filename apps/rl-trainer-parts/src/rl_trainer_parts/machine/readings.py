@@ -1,4 +1,4 @@
-"""What is read of this machine: from /proc, the installed packages, and torch in a child."""
+"""Reads this machine: /proc, the installed packages, and the GPUs as torch sees them."""
 
 import contextlib
 import errno
@@ -29,13 +29,16 @@ OURS = (
     *("rl-trainer-parts", "rl-sync-trainer", "rl-async-trainer"),
 )
 EXTRAS = ("", "megatron", "ray", "torch", "transformers")
-"""What our packages may be installed with for training, beside vLLM, which has its own bounds of torch."""
+"""Extras of our packages that a trainer may need; `vllm` is apart, because it restricts torch further."""
 
 RAY_PORTS = (6379, 8265, 10001)
-"""Of `ray start --head`: the cluster's address, its dashboard, and Ray Client."""
+"""Default ports of `ray start --head`: the cluster's address, its dashboard, Ray Client."""
 
-QUERY = Path(__file__).with_name("gpu_query.py")
-QUERY_DEADLINE_S = 180.0
+GPU_QUERY = Path(__file__).with_name("gpu_query.py")
+GPU_DEADLINE_S = 180.0
+RAY_QUERY = Path(__file__).with_name("ray_query.py")
+RAY_DEADLINE_S = 60.0
+ANSWER_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory on Linux
 
 
@@ -44,10 +47,10 @@ class Space:
     """Bytes of a disk or a memory.
 
     Attributes:
-        path: Of the disk; "" of the memory.
-        total_bytes: All of it.
-        free_bytes: What is left.
-        is_writable: This user may write there.
+        path: Folder on the disk; empty for memory.
+        total_bytes: Size of the disk or memory.
+        free_bytes: Bytes that are free.
+        is_writable: True if this user may write there.
     """
 
     path: str = ""
@@ -61,9 +64,9 @@ class Gpu:
     """A GPU.
 
     Attributes:
-        name: Its model.
-        total_bytes: Its memory.
-        free_bytes: What no program uses now.
+        name: Name of the model.
+        total_bytes: Memory of the GPU.
+        free_bytes: Memory that no program uses now.
     """
 
     name: str
@@ -73,14 +76,14 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuda:
-    """What torch sees of the GPUs.
+    """The GPUs, as torch sees them.
 
     Attributes:
-        built_for: Version of CUDA; None of a torch for CPUs.
-        error: Why no GPU can be used; empty where they can.
-        gpus: Those that can.
-        apart: Pairs without direct access to each other's memory, such as "0-1".
-        vision_error: Why torchvision cannot be imported beside torch; empty where it can, or is not there.
+        built_for: Version of CUDA that torch is built for; None for a CPU build.
+        error: Why torch cannot use the GPUs; empty if it can.
+        gpus: GPUs that torch can use.
+        apart: Pairs of GPUs without direct access to each other's memory, such as "0-1".
+        vision_error: Why torchvision cannot be imported with this torch; empty if it can, or is not installed.
     """
 
     built_for: str | None = None
@@ -91,25 +94,42 @@ class Cuda:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RayCluster:
+    """A Ray cluster, as a run that joins it sees it.
+
+    Attributes:
+        nodes: Number of live nodes.
+        cpus: CPUs of all nodes.
+        gpus: GPUs of all nodes.
+        error: Why it cannot be joined; empty if it can.
+    """
+
+    nodes: int = 0
+    cpus: float = 0.0
+    gpus: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """This machine and this environment.
 
     Attributes:
         python: Version of the interpreter.
-        installed: Version of each distribution, by its normalized name.
-        bounds: Versions that our packages allow, of each that they need.
+        installed: Version of each installed distribution, by normalized name.
+        bounds: Versions that our packages allow, by the distribution that they need.
         tested: Versions in locks/cpu.txt; empty outside a checkout.
-        num_cpus: That this process may use.
-        gpu_names: Of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them.
-        driver: Version of NVIDIA's; None where there is none.
-        cuda: None where there was no reason to ask torch.
-        memory: Of the host, or what the control group allows of it.
-        shared_memory: /dev/shm; None where there is none.
-        loopback_error: Why no port of 127.0.0.1 can be bound; empty where one can.
-        taken_ports: Those of `RAY_PORTS` that something listens on.
-        ray_heads: Version of each Ray cluster whose head runs here, by process; "" where it is not known.
-        disk: Where runs are written.
-        open_files: That a process may have.
+        num_cpus: CPUs that this process may use.
+        gpu_names: GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES.
+        driver: Version of NVIDIA's driver; None if there is no driver.
+        cuda: The GPUs, as torch sees them; None if there are none to look at.
+        memory: Memory of the host, or of the control group if that allows less.
+        shared_memory: Space in /dev/shm; None if there is no such folder.
+        loopback_error: Why no port of 127.0.0.1 can be bound; empty if one can.
+        taken_ports: Ports of `RAY_PORTS` that are in use.
+        ray_heads: Ray's version, by process id, of each cluster whose head runs here; empty if it is not known.
+        disk: Space in the folder of the run.
+        open_files: Files that one process may have open.
     """
 
     python: str
@@ -130,10 +150,10 @@ class Machine:
 
 
 def read_machine(run_folder: Path) -> Machine:
-    """Look at this machine; importing torch in a child, where there are GPUs, takes seconds.
+    """Read this machine. With GPUs it takes seconds, because a child process imports torch.
 
     Args:
-        run_folder: Where a run would write.
+        run_folder: Folder that a run would write to.
 
     Raises:
         SettingsError: CUDA_VISIBLE_DEVICES names a device twice.
@@ -187,17 +207,37 @@ def _driver() -> str | None:
 
 
 def _ask_torch() -> Cuda:
-    command = [sys.executable, "-P", str(QUERY)]
+    found = _ask(GPU_QUERY, deadline_s=GPU_DEADLINE_S)
+    return Cuda(**{**found, "gpus": tuple(Gpu(**gpu) for gpu in found.get("gpus", ()))})
+
+
+def read_cluster(address: str) -> RayCluster:
+    """Join a Ray cluster in a child process, as a run does, and leave it.
+
+    Args:
+        address: "host:port".
+    """
+    host, _, port = address.rpartition(":")
     try:
-        done = subprocess.run(  # noqa: S603 - a script of ours
-            command, capture_output=True, text=True, errors="replace", timeout=QUERY_DEADLINE_S, check=False
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()  # where nobody listens, Ray waits minutes
+    except (OSError, ValueError) as error:
+        return RayCluster(error=f"nothing answers at {address} ({error})")
+    return RayCluster(**_ask(RAY_QUERY, address, deadline_s=RAY_DEADLINE_S))
+
+
+def _ask(script: Path, *words: str, deadline_s: float) -> dict[str, Any]:
+    """The JSON that a script of this package prints, or an error."""
+    command = [sys.executable, "-P", str(script), *words]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own file
+            command, capture_output=True, text=True, errors="replace", timeout=deadline_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return Cuda(error=f"torch did not say what it sees within {QUERY_DEADLINE_S:g} s")
+        return {"error": f"no answer within {deadline_s:g} s"}
     if done.returncode:
-        return Cuda(error=done.stderr.strip().rpartition("\n")[2] or f"torch ended with status {done.returncode}")
+        return {"error": done.stderr.strip().rpartition("\n")[2] or f"the process ended with {done.returncode}"}
     found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return Cuda(**{**found, "gpus": tuple(Gpu(**gpu) for gpu in found.get("gpus", ()))})
+    return found
 
 
 def _memory() -> Space:
@@ -211,10 +251,10 @@ _MEMORY = ("MemTotal", "MemAvailable")
 
 
 def memory_limits(root: Path) -> Iterator[int]:
-    """Limits of this process's control groups and of those around them, in bytes, in either version of cgroup.
+    """Memory limits of this process's control groups and their parents, in bytes, for cgroup v1 and v2.
 
     Args:
-        root: Of the file system.
+        root: Root of the file system.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -233,7 +273,7 @@ def memory_limits(root: Path) -> Iterator[int]:
 
 
 def _space(path: Path) -> Space:
-    """Of the disk on which a folder is, or would be made."""
+    """Space on the disk of a folder, which need not exist yet."""
     there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     usage = shutil.disk_usage(there)
     is_writable = os.access(there, os.W_OK | os.X_OK)
@@ -241,7 +281,7 @@ def _space(path: Path) -> Space:
 
 
 def bind_error(port: int) -> str:
-    """Why this port of 127.0.0.1 cannot be bound; empty where it can.
+    """Why this port of 127.0.0.1 cannot be bound; empty if it can.
 
     Args:
         port: 0 lets the system choose one.
@@ -256,7 +296,7 @@ def bind_error(port: int) -> str:
 
 
 def _ray_heads() -> Iterator[tuple[int, str]]:
-    """Each process that is the head of a Ray cluster, with the version of the Ray that it belongs to."""
+    """Process id and Ray version of each head of a Ray cluster on this machine."""
     for pid in running_processes():
         with contextlib.suppress(OSError):
             program = Path(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]))

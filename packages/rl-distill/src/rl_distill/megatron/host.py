@@ -52,6 +52,9 @@ class RankHost:
             torch.cuda.set_device(context.rank % torch.cuda.device_count())  # of those that this process sees
         install_cpu_compatibility()
 
+    def look(self) -> None:
+        """Answer, as only a living rank does."""
+
     def listen(self) -> Rendezvous:
         """Open the store where ranks meet; rank 0 alone."""
         rendezvous, self._store = open_store(self._context.address, num_ranks=self._context.size)

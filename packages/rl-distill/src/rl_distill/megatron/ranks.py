@@ -129,6 +129,10 @@ class LearnerRanks:
             deadline_s = self._call_deadline_s
             self._together(lambda ranks: ranks.call_all("expect_engines", name, num_receivers, deadline_s=deadline_s))
 
+    def look(self) -> None:
+        """Detect the death of a rank that nobody has called since; errors as `call_all`."""
+        self.call_all("look")
+
     def stacks(self, *, deadline_s: float) -> list[str]:
         """What each rank does right now; for any thread, also while another one waits for a call.
 

@@ -76,7 +76,7 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
     is_virtual = len(shards) > 1
     chunks = []
     for index, shard in enumerate(shards):
-        with undisturbed_random_numbers(), warnings.catch_warnings():
+        with undisturbed_random_numbers(), warnings.catch_warnings(), device:
             warnings.simplefilter("ignore", DeprecationWarning)  # megatron's, about its own calls of itself
             model: Any = PolicyModel(
                 plan.source.config,
@@ -89,7 +89,7 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
         with torch.no_grad():
             fill_weights(model, plan, shard)
             fill_adapter(model, plan, shard)
-        model = model.to(device)
+        model = model.to(device)  # what ignores the context, such as Transformer Engine's layers
         if plan.dtype != torch.float32:
             model = Float16Module(config, model)
         chunks.append(model)

@@ -29,7 +29,8 @@ def prepare_environment() -> None:
     """Set the variables; called before vllm is first imported."""
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # warns at each start that there is no Triton
+    for name in ("torch._library.triton", "torch.utils.flop_counter"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # warns at each start that there is no Triton
 
 
 @contextmanager
