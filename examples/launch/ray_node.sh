@@ -14,7 +14,8 @@ port=${RAY_HEAD##*:}
 : "${RAY_AUTH_TOKEN:?must be the same secret on every node}"
 case ${1:-} in
 head)
-    place=(--head --port="$port" --include-dashboard=false --ray-client-server-port=0)
+    free=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+    place=(--head --port="$port" --include-dashboard=false --ray-client-server-port="$free")
     address=${RAY_NODE_ADDRESS:-${RAY_HEAD%:*}}
     ;;
 worker) place=(--address="$RAY_HEAD") address=${RAY_NODE_ADDRESS:-} ;;
