@@ -93,7 +93,7 @@ def editable(*requirements: str) -> tuple[str, ...]:
 
 TOOLS = Environment(
     name="tools",
-    cost="75 MB to download, 15 s",
+    cost="100 MB to download, 30 s",
     steps=(("--no-deps", "-r", "locks/dev.txt"),),
     inputs=("locks/dev.txt",),
 )
