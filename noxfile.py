@@ -106,7 +106,7 @@ def tests(session: nox.Session) -> None:
     ensure(session, TOOLS)  # tests/test_release.py writes a changelog with its towncrier
     if session.posargs:
         with summary(session):
-            if any(word.rstrip("/") == "tests" or "report" in word for word in session.posargs):
+            if any(word.rstrip("/") == "tests" or "report" in word or "docs" in word for word in session.posargs):
                 chromium(session)
             if any(word.rstrip("/") == "tests" or "docs" in word for word in session.posargs):
                 ensure(session, DOCS)
@@ -203,13 +203,14 @@ def pythons(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, format and prose; `nox -s lint -- --fix` fixes style and format."""
+    """Check style, format, prose and launch files; `nox -s lint -- --fix` fixes style and format."""
     tools = ensure(session, TOOLS)
     fix = "--fix" in session.posargs
     paths = [path for path in CHECKED if (ROOT / path).exists()]
     session.run(tools, "-m", "ruff", "check", *(["--fix"] if fix else []), *paths)
     session.run(tools, "-m", "ruff", "format", *([] if fix else ["--check"]), *paths)
     session.run(tools, "tooling/prose.py")
+    session.run(tools, "tooling/launch.py")
 
 
 @nox.session

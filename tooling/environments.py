@@ -93,7 +93,7 @@ def editable(*requirements: str) -> tuple[str, ...]:
 
 TOOLS = Environment(
     name="tools",
-    cost="60 MB to download, 15 s",
+    cost="100 MB to download, 30 s",
     steps=(("--no-deps", "-r", "locks/dev.txt"),),
     inputs=("locks/dev.txt",),
 )
@@ -221,9 +221,10 @@ def interpreter_mistake(environment: Environment) -> str:
     found = next(filter(None, map(find_python, PYTHONS)), None)
     get = "Get one (`apt-get install python3.11-venv`, `pyenv install 3.11`, `uv python install 3.11`), and run nox on"
     advice, program = (f"This machine has {found.minor}; run nox on", found.program) if found else (get, "python3.11")
+    command = f"{program} -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s train"
     return (
         f".nox/{environment.name} needs Python {', '.join(PYTHONS[:-1])} or {PYTHONS[-1]}; nox runs on {version}. "
-        f"{advice} it: `{program} -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s train`"
+        f"{advice} it: `{command}`"
     )
 
 
