@@ -80,6 +80,12 @@ def test_the_trainer_takes_what_the_launch_files_pass(job: Any):
         assert settings.cluster.ray_address in ("$RAY_ADDRESS", "$RAY_HEAD")
 
 
+def test_the_images_have_the_ray_that_the_ray_job_names(job: Any):
+    version = job["spec"]["rayClusterSpec"]["rayVersion"]
+    assert f"ray=={version}" in (ROOT / "locks" / "cpu.txt").read_text().split()
+    assert f"'ray[default]=={version}'" in (LAUNCH / "Dockerfile.cuda").read_text()
+
+
 def test_a_node_needs_a_role_and_a_token():
     script = str(LAUNCH / "ray_node.sh")
     variables = {"PATH": os.environ["PATH"], "RAY_HEAD": "127.0.0.2:1", "RAY_AUTH_TOKEN": "secret"}
