@@ -106,7 +106,7 @@ def tests(session: nox.Session) -> None:
     ensure(session, TOOLS)  # tests/test_release.py writes a changelog with its towncrier
     if session.posargs:
         with summary(session):
-            if any(word.rstrip("/") == "tests" or "report" in word for word in session.posargs):
+            if any(word.rstrip("/") == "tests" or "report" in word or "docs" in word for word in session.posargs):
                 chromium(session)
             if any(word.rstrip("/") == "tests" or "docs" in word for word in session.posargs):
                 ensure(session, DOCS)

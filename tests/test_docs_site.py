@@ -1,5 +1,6 @@
 """The documentation site, built once and opened from disk in a browser, as a desktop and as a phone see it."""
 
+import html
 import json
 import re
 import subprocess
@@ -142,6 +143,34 @@ def test_axe_finds_nothing_serious(page: Page, site: Path, name: str, size: dict
 )
 def test_names_settings_metrics_and_files_are_links(site: Path, name: str, target: str) -> None:
     assert f'href="{target}"' in (site / f"{name}.html").read_text()
+
+
+ANSWERS = (
+    ("How do I start?", ("README.html",), "nox -s train"),
+    ("Where is verl's rollout.n?", ("reference.html", "docs/settings.html"), "rollout.group_size"),
+    ("How do I use my own reward?", ("docs/recipes.html",), "--reward.function="),
+    ("How do I resume a run after kill -9?", ("docs/recipes.html",), "--resume"),
+    ("How do I train a LoRA adapter?", ("guides.html", "docs/guides/lora.html"), "lora.rank"),
+    ("Is there a fully asynchronous trainer?", ("guides.html", "docs/guides/async.html"), "schedule.max_staleness"),
+    ("How do I use several GPUs?", ("docs/recipes.html",), "--parallel.ranks="),
+    ("What does actor/ppo_kl mean?", ("reference.html", "docs/metrics.html"), "actor/ppo_kl"),
+    ("What does put of the queue take?", ("reference.html", "api/rl_core.html"), 'id="rl_core.TransferQueue.put"'),
+    ("How does it compare with verl?", ("project.html", "docs/comparison.html"), "verl"),
+    ("How do I connect an existing agent?", ("guides.html", "docs/guides/gateway.html"), "OPENAI_BASE_URL"),
+    ("What changed since the last release?", ("project.html", "packages/rl-core/CHANGELOG.html"), "rl-core"),
+)
+"""Questions of a reader who knows verl, the pages that they click from the first one on, and a part of the answer."""
+
+
+@needs_site
+@pytest.mark.parametrize(("clicked", "answer"), [case[1:] for case in ANSWERS], ids=[case[0] for case in ANSWERS])
+def test_an_answer_is_two_clicks_away(site: Path, clicked: tuple[str, ...], answer: str) -> None:
+    page = site / "index.html"
+    for target in clicked:
+        links = {(page.parent / link).resolve() for link in re.findall(r'href="([^"#:]+)', page.read_text())}
+        page = site / target
+        assert page in links
+    assert answer in html.unescape(re.sub("</?span[^>]*>", "", page.read_text())) or answer in page.read_text()
 
 
 @needs_site

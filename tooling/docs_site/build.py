@@ -24,8 +24,9 @@ def main() -> int:
     parser.add_argument("--serve", action="store_true", help="then serve it on this machine alone, until Ctrl-C")
     options = parser.parse_args()
     started = time.monotonic()
-    shutil.rmtree(options.folder, ignore_errors=True)  # Sphinx warns only about pages that it reads
     pages, made, read = (options.folder / name for name in ("pages", "html", "read"))
+    for folder in (pages, made, read):  # Sphinx warns only about pages that it reads
+        shutil.rmtree(folder, ignore_errors=True)
     if problems := stage(ROOT, pages):
         sys.stderr.write("\n".join(["Docstrings are wrong:", *problems, ""]))
         return 1

@@ -46,7 +46,7 @@ def stage(root: Path, folder: Path) -> list[str]:
 
 
 def with_entries(pages: Iterable[Path], files: Iterable[str]) -> Iterator[tuple[Path, str]]:
-    """The pages of contents, in which an entry such as `/docs/*` stands for all documents that no page names."""
+    """The pages of contents, in which an entry such as `/docs/*` stands for the documents that no entry took before."""
     texts = {page: page.read_text() for page in pages}
     named = {name for text in texts.values() for name in re.findall(r"^(?:.*<)?/([\w./-]+)>?$", text, re.MULTILINE)}
     rest = sorted({file.removesuffix(".md") for file in files if file.endswith(".md")} - named)
@@ -54,8 +54,9 @@ def with_entries(pages: Iterable[Path], files: Iterable[str]) -> Iterator[tuple[
         lines: list[str] = []
         for line in text.splitlines():
             is_pattern = line.startswith("/") and "*" in line
-            matching = (f"/{name}" for name in rest if is_pattern and PurePosixPath(f"/{name}").match(line))
-            lines.extend(matching if is_pattern else [line])
+            matching = [name for name in rest if is_pattern and PurePosixPath(f"/{name}").match(line)]
+            rest = [name for name in rest if name not in matching]
+            lines.extend([f"/{name}" for name in matching] if is_pattern else [line])
         yield page, "\n".join((*lines, ""))
 
 

@@ -119,7 +119,7 @@ class ToolError(RLError, RuntimeError):
 
 
 class RolloutError(RLError, RuntimeError):
-    """Rollouts gave nothing to go on with."""
+    """Rollouts returned nothing that can train."""
 
 
 class HangError(RLError, TimeoutError):

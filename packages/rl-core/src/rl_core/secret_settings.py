@@ -1,4 +1,4 @@
-"""Settings that are secrets: read from the environment where they are used, and written nowhere.
+"""Settings that are secrets: read from the environment where they are used, and never written.
 
 Secret are the values below `headers` and `env`, those whose name says so, such as `api_key` or `password`, and
 passwords and keys in URLs. A reference, `"$NAME"` or `"Bearer $NAME"`, names an environment variable; all else is a

@@ -86,7 +86,7 @@ def write_out(text: str) -> None:
     """Write to standard output, characters that it does not have written out.
 
     Raises:
-        BrokenPipeError: The reader has gone away, as `head` does; what is still written goes nowhere, quietly.
+        BrokenPipeError: The reader has closed the pipe, as `head` does; further output is dropped silently.
     """
     encoding = sys.stdout.encoding or "utf-8"
     try:

@@ -4,7 +4,7 @@ from rl_core.terminal_text import json_text
 from rl_trainer_parts.commands.command_line import say
 from rl_trainer_parts.machine.judging import ANY_RUN, judge_cluster, judge_machine
 from rl_trainer_parts.machine.needs import needs_of
-from rl_trainer_parts.machine.readings import read_cluster, read_machine
+from rl_trainer_parts.machine.readings import ask_cluster, read_machine
 from rl_trainer_parts.settings.schema import Settings
 
 WIDTH = 14
@@ -20,10 +20,11 @@ def check_machine(settings: Settings | None, *, as_json: bool) -> int:
     needs = ANY_RUN if settings is None else needs_of(settings)
     checks = judge_machine(read_machine(needs.run_folder), needs)
     if needs.ray_address is not None:
-        checks.append(judge_cluster(needs.ray_address, read_cluster(needs.ray_address)))
+        checks.append(judge_cluster(needs.ray_address, ask_cluster(needs.ray_address)))
     count = {state: sum(check.state == state for check in checks) for state in ("problem", "warning")}
     if as_json:
-        say(json_text({"ok": not count["problem"], "checks": [check._asdict() for check in checks]}).rstrip("\n"))
+        listed = [{**check._asdict(), "advice": check.advice} for check in checks]
+        say(json_text({"ok": not count["problem"], "checks": listed}).rstrip("\n"))
     else:
         for check in checks:
             say(f"{check.state:<8} {check.name:<{WIDTH}} {check.found}")

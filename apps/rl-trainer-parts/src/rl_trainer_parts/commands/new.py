@@ -12,8 +12,7 @@ from pathlib import Path
 import tomli_w
 
 from rl_core.cluster import visible_gpus
-from rl_core.errors import DataError, SettingsError
-from rl_core.files import read_json_object
+from rl_core.errors import SettingsError
 from rl_rollout.engines import max_positions
 from rl_trainer_parts.checks.model_folder import check_policy_folder
 from rl_trainer_parts.commands.command_line import say
@@ -103,15 +102,10 @@ def starter_values(folder: Path, model: Path | None) -> dict[str, object]:
 
 
 def _has_chat_template(model: Path) -> bool:
-    if (model / "chat_template.jinja").is_file():
-        return True
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        try:
-            if read_json_object(model / name).get("chat_template"):
-                return True
-        except DataError:
-            continue
-    return False
+    files = (model / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"))
+    return any(
+        "chat_template" in file.name or '"chat_template"' in file.read_text() for file in files if file.is_file()
+    )
 
 
 def settings_text(values: Mapping[str, object], kind: type[Settings], *, program: str) -> str:

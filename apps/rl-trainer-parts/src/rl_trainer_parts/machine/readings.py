@@ -12,10 +12,10 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -34,44 +34,27 @@ EXTRAS = ("", "megatron", "ray", "torch", "transformers")
 RAY_PORTS = (6379, 8265, 10001)
 """Default ports of `ray start --head`: the cluster's address, its dashboard, Ray Client."""
 
-GPU_QUERY = Path(__file__).with_name("gpu_query.py")
+QUERY = Path(__file__).with_name("query.py")
 GPU_DEADLINE_S = 180.0
-RAY_QUERY = Path(__file__).with_name("ray_query.py")
 RAY_DEADLINE_S = 60.0
 ANSWER_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory on Linux
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class Space(NamedTuple):
     """Bytes of a disk or a memory.
 
     Attributes:
+        total: Size of the disk or memory.
+        free: Bytes that are free.
         path: Folder on the disk; empty for memory.
-        total_bytes: Size of the disk or memory.
-        free_bytes: Bytes that are free.
         is_writable: True if this user may write there.
     """
 
+    total: int
+    free: int
     path: str = ""
-    total_bytes: int
-    free_bytes: int
     is_writable: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """A GPU.
-
-    Attributes:
-        name: Name of the model.
-        total_bytes: Memory of the GPU.
-        free_bytes: Memory that no program uses now.
-    """
-
-    name: str
-    total_bytes: int
-    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,33 +64,16 @@ class Cuda:
     Attributes:
         built_for: Version of CUDA that torch is built for; None for a CPU build.
         error: Why torch cannot use the GPUs; empty if it can.
-        gpus: GPUs that torch can use.
+        gpus: Name, free bytes and all bytes of each GPU.
         apart: Pairs of GPUs without direct access to each other's memory, such as "0-1".
         vision_error: Why torchvision cannot be imported with this torch; empty if it can, or is not installed.
     """
 
     built_for: str | None = None
     error: str = ""
-    gpus: tuple[Gpu, ...] = ()
-    apart: tuple[str, ...] = ()
+    gpus: Sequence[tuple[str, int, int]] = ()
+    apart: Sequence[str] = ()
     vision_error: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayCluster:
-    """A Ray cluster, as a run that joins it sees it.
-
-    Attributes:
-        nodes: Number of live nodes.
-        cpus: CPUs of all nodes.
-        gpus: GPUs of all nodes.
-        error: Why it cannot be joined; empty if it can.
-    """
-
-    nodes: int = 0
-    cpus: float = 0.0
-    gpus: float = 0.0
-    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +135,7 @@ def read_machine(run_folder: Path) -> Machine:
         num_cpus=shares.cpus,
         gpu_names=tuple(shares.gpus),
         driver=_driver(),
-        cuda=_ask_torch() if asks else None,
+        cuda=Cuda(**_ask("gpus", deadline_s=GPU_DEADLINE_S)) if asks else None,
         memory=_memory(),
         shared_memory=_space(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None,
         loopback_error=bind_error(0),
@@ -206,28 +172,26 @@ def _driver() -> str | None:
     return None
 
 
-def _ask_torch() -> Cuda:
-    found = _ask(GPU_QUERY, deadline_s=GPU_DEADLINE_S)
-    return Cuda(**{**found, "gpus": tuple(Gpu(**gpu) for gpu in found.get("gpus", ()))})
-
-
-def read_cluster(address: str) -> RayCluster:
+def ask_cluster(address: str) -> dict[str, Any]:
     """Join a Ray cluster in a child process, as a run does, and leave it.
 
     Args:
         address: "host:port".
+
+    Returns:
+        What it has, as `found`, or why it cannot be joined, as `error`.
     """
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()  # where nobody listens, Ray waits minutes
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()  # Ray waits minutes if nobody listens
     except (OSError, ValueError) as error:
-        return RayCluster(error=f"nothing answers at {address} ({error})")
-    return RayCluster(**_ask(RAY_QUERY, address, deadline_s=RAY_DEADLINE_S))
+        return {"error": f"nothing answers at {address} ({error})"}
+    return _ask("ray", address, deadline_s=RAY_DEADLINE_S)
 
 
-def _ask(script: Path, *words: str, deadline_s: float) -> dict[str, Any]:
-    """The JSON that a script of this package prints, or an error."""
-    command = [sys.executable, "-P", str(script), *words]
+def _ask(*words: str, deadline_s: float) -> dict[str, Any]:
+    """The JSON that query.py prints, or an error."""
+    command = [sys.executable, "-P", str(QUERY), *words]
     try:
         done = subprocess.run(  # noqa: S603 - our own file
             command, capture_output=True, text=True, errors="replace", timeout=deadline_s, check=False
@@ -244,7 +208,7 @@ def _memory() -> Space:
     text = Path("/proc/meminfo").read_text()
     total, free = (1024 * int(re.findall(rf"^{name}: +(\d+) kB", text, re.MULTILINE)[0]) for name in _MEMORY)
     limit = min([total, *memory_limits(Path("/"))])
-    return Space(total_bytes=limit, free_bytes=min(free, limit))
+    return Space(limit, min(free, limit))
 
 
 _MEMORY = ("MemTotal", "MemAvailable")
@@ -277,7 +241,7 @@ def _space(path: Path) -> Space:
     there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     usage = shutil.disk_usage(there)
     is_writable = os.access(there, os.W_OK | os.X_OK)
-    return Space(path=str(there), total_bytes=usage.total, free_bytes=usage.free, is_writable=is_writable)
+    return Space(usage.total, usage.free, str(there), is_writable)
 
 
 def bind_error(port: int) -> str:

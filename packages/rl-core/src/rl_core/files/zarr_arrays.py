@@ -78,10 +78,10 @@ def plan_array(array: NDArray[Any], *, compress: bool, chunk_bytes: int | None =
     """How an array is stored, before its files are known.
 
     Args:
-        array: What is to be stored.
+        array: The array to store.
         compress: Whether chunks are compressed.
-        chunk_bytes: Most bytes of a chunk, all of which are equal; small ones are for those who read parts. None
-            takes MAX_CHUNK_BYTES, the most there may be.
+        chunk_bytes: Maximum size of the equal chunks; use small ones to read parts. None uses MAX_CHUNK_BYTES, the
+            upper limit.
     """
     num_chunks = max(1, math.ceil(array.nbytes / min(chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)))
     return ArraySpec(

@@ -412,4 +412,4 @@ def _readers() -> ThreadPoolExecutor:
 
 
 class _ReservationLostError(errors.RLError):
-    """The server of the queue was started anew while this process wrote."""
+    """The queue's server was restarted while this process wrote."""

@@ -35,7 +35,7 @@ class Broadcast:
         backend: "nccl" between GPUs, "tcp" (or "gloo", its earlier name) between CPUs.
         host: The sender's address that receivers can reach.
         port: The sender's port.
-        secret: Hexadecimal digits; whoever knows it receives the weights.
+        secret: Hexadecimal digits; a process that knows it receives the weights.
         bucket_bytes: Maximum number of bytes in flight.
         deadline_s: Maximum wait of one side for the other, per step.
     """

@@ -108,7 +108,7 @@ def _word_chunks(tensor: "torch.Tensor") -> Iterator["torch.Tensor"]:
 
 
 def _flat_parts(tensor: "torch.Tensor") -> Iterator["torch.Tensor"]:
-    """[n] views of a tensor's elements in order, or copies of at most a chunk; all but the last are whole words.
+    """[n] views of a tensor's elements in order, or copies of at most a chunk; only the last may end mid-word.
 
     A copy is larger if four rows are larger than a chunk and their length is odd.
     """
