@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_run import make_tiny_run
 
 from rl_async_trainer.main import read_settings
 
@@ -70,16 +69,21 @@ def test_a_wrong_field_of_a_ray_job_is_found(launch: types.ModuleType, job: Any)
         assert said in found
 
 
-def test_the_trainer_takes_what_the_launch_files_pass(job: Any, tmp_path: Path):
-    run = make_tiny_run(tmp_path)
+def test_the_trainer_takes_what_the_launch_files_pass(job: Any):
     words = shlex.split(job["spec"]["entrypoint"])
     assert words[:2] == ["rl-async-trainer", "train"]
     script = re.search(r'^rl-async-trainer train "\$@" (.*) &$', (LAUNCH / "slurm.sh").read_text(), flags=re.MULTILINE)
     assert script is not None
     for options in (words[3:], shlex.split(script[1])):
-        settings = read_settings([str(run.settings_file), *options])
+        settings = read_settings([str(ROOT / "examples" / "arithmetic" / "async.toml"), *options])
         assert settings.run.if_exists == "resume"
         assert settings.cluster.ray_address in ("$RAY_ADDRESS", "$RAY_HEAD")
+
+
+def test_the_images_have_the_ray_that_the_ray_job_names(job: Any):
+    version = job["spec"]["rayClusterSpec"]["rayVersion"]
+    assert f"ray=={version}" in (ROOT / "locks" / "cpu.txt").read_text().split()
+    assert f"'ray[default]=={version}'" in (LAUNCH / "Dockerfile.cuda").read_text()
 
 
 def test_a_node_needs_a_role_and_a_token():
