@@ -82,7 +82,7 @@ def trajectories_from_texts(prompts: Sequence[Prompt], options: TextOptions, *, 
 
 
 def count_texts(prompts: Iterable[Prompt], options: TextOptions, *, encode: Encode) -> tuple[int, int]:
-    """Look at all texts before anything heavy starts.
+    """Look at all texts before models load.
 
     Returns:
         How many there are to train on, and how many were dropped.

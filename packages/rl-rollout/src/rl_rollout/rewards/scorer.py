@@ -145,7 +145,7 @@ class RewardScorer:
         return scored
 
     async def rehearse(self, prompt: Prompt) -> None:
-        """Score an empty response to a prompt, to find a broken function before anything heavy starts.
+        """Score an empty response to a prompt, to find a broken function before models load.
 
         A function with a `rehearse(prompt)` of its own, such as one that needs an engine, is asked for that.
 
