@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from async_faults import SETTINGS, assert_trained_exactly_once, num_record_lines, pid_of, restarts_of
 from async_runs import run_states
 from slurm_job import HEAD, HOSTS, WORKERS, node_of
