@@ -324,6 +324,12 @@ def agents(session: nox.Session) -> None:
 
 
 @nox.session
+def notebooks(session: nox.Session) -> None:
+    """Run the example notebooks and save their new outputs; `nox -s notebooks -- FILE` runs one."""
+    session.run(workspace(session), "tooling/notebooks.py", *session.posargs)
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Run the long fault and fuzz tests: `nox -s soak -- transfer --seed 7`; the seed is printed when none is given."""
     parser = argparse.ArgumentParser(prog="nox -s soak --")

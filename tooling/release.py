@@ -102,18 +102,17 @@ def try_from_index(session: nox.Session, project: Project, projects: dict[str, P
     with tempfile.TemporaryDirectory(prefix="rl-release-") as folder:
         session.run(sys.executable, "-m", "virtualenv", "--quiet", folder)
         python = str(Path(folder, "bin", "python"))
-        if has_torch:
-            install(session, python, *CONSTRAINTS, TORCH)
-        if libraries := [str(need) for need in needed if need.name != "torch"]:
-            install(session, python, *CONSTRAINTS, *libraries)
+        libraries = [*([TORCH] if has_torch else []), *(str(need) for need in needed if need.name != "torch")]
+        install(session, python, *CONSTRAINTS, *libraries)
         ours = f"{project.name}=={project.version}"
         install(session, python, "--no-index", "--find-links", str(DIST), ours)
         with session.chdir(folder):
             session.run(python, "-I", "-c", f"import {project.module}")
             for command in project.commands:
                 session.run(str(Path(folder, "bin", command)), "--help", silent=True)
+        took = time.monotonic() - started
         session.run(python, "-m", "pip", "check", silent=True)
-    took, limit = time.monotonic() - started, LIMIT_WITH_TORCH_S if has_torch else LIMIT_S
+    limit = LIMIT_WITH_TORCH_S if has_torch else LIMIT_S
     say = session.log if took <= limit else session.warn
     say(f"{ours} was installed into an empty environment, imported and run in {took:.0f} s (at most {limit:.0f} s).")
 

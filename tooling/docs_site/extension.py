@@ -12,6 +12,7 @@ import mermaidx
 from docutils import nodes
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
+from pygments.lexer import Lexer
 from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.util import ClassNotFound
 from sphinx.application import Sphinx
@@ -156,6 +157,8 @@ def source_uri(app: Sphinx, docname: str, place: str) -> str:
     """Address of a file's page of source, for which it asks."""
     file, _, anchor = place.partition("#")
     wanted(app).add(file)
+    if (ROOT / file).is_dir():
+        wanted(app).update(str(one.relative_to(ROOT)) for one in (ROOT / file).iterdir() if one.is_file())
     return app.builder.get_relative_uri(docname, f"source/{file}") + (f"#{anchor}" if anchor else "")
 
 
@@ -169,13 +172,26 @@ def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, object], str]]:
     """A page for each of these files."""
     formatter = HtmlFormatter(linespans="L", wrapcode=True)
     for file in sorted(wanted(app)):
-        try:
-            lexer = get_lexer_for_filename(file)
-        except ClassNotFound:
-            lexer = TextLexer()
-        code = highlight((ROOT / file).read_text(), lexer, formatter)
-        body = f'<h1><code>{file}</code></h1><div class="source">{code}</div>'
+        body = f"<h1><code>{file}</code></h1>" + (
+            folder_list(ROOT / file)
+            if (ROOT / file).is_dir()
+            else f'<div class="source">{highlight((ROOT / file).read_text(), lexer_of(file), formatter)}</div>'
+        )
         yield f"source/{file}", {"title": PurePosixPath(file).name, "body": body}, "page.html"
+
+
+def lexer_of(file: str) -> Lexer:
+    """The lexer for a file's name; plain text where there is none."""
+    try:
+        return get_lexer_for_filename(file)
+    except ClassNotFound:
+        return TextLexer()
+
+
+def folder_list(folder: Path) -> str:
+    """Links to the sources of the files in a folder."""
+    names = sorted(one.name for one in folder.iterdir() if one.is_file())
+    return "<ul>" + "".join(f'<li><a href="{folder.name}/{name}.html">{name}</a></li>' for name in names) + "</ul>"
 
 
 def flatten_signatures(_app: Sphinx, name: str, _template: str, context: dict[str, str], _tree: nodes.Node) -> None:

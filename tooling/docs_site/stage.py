@@ -82,17 +82,17 @@ def unreleased(root: Path, file: Path) -> str:
 
 
 def with_source_links(root: Path, file: Path, text: str) -> str:
-    """A page's text, in which links to folders lead to their README, and those to other files to their source."""
+    """A page's text, in which links to a folder lead to its README, and others to the source of the file or folder."""
 
     def rewritten(found: re.Match[str]) -> str:
         target = Path(os.path.normpath(file.parent / found[1]))
         if re.match(r"[a-z]+:", found[1]) or target.suffix in IMAGES:
             return found[0]
-        if (root / target).is_dir() and (root / target / "README.md").exists():
+        if (root / target / "README.md").exists():
             return f"]({found[1].rstrip('/')}/README.md{found[2]})"
         if target.suffix == ".ipynb" and (root / target).is_file():
             return f"]({found[1].removesuffix('.ipynb')}.md{found[2]})"
-        if target.suffix == ".md" or not (root / target).is_file():
+        if target.suffix == ".md" or not (root / target).exists():
             return found[0]
         return f"](source:{target}{found[2]})"
 

@@ -175,7 +175,7 @@ class Learner(Scorer, Protocol):
 
 
 class AdapterLearner(Learner, Protocol):
-    """A policy of which an adapter is trained."""
+    """A policy with a trained adapter."""
 
     def export_adapter(self) -> Mapping[str, torch.Tensor]:
         """A and B of each adapted matrix by peft's name, B multiplied by the scaling: W + B @ A is the policy."""

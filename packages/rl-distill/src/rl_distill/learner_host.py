@@ -75,7 +75,7 @@ class LearnerHostOptions:
 
 
 class LearnerHost:
-    """Holds learners, and works in a thread of its own; what a step does is for whoever derives from it.
+    """Holds learners and works in its own thread; a subclass defines the step.
 
     `learners` and `transport` are set in the thread before anything else is asked, and `step` after each step.
 
@@ -117,7 +117,7 @@ class LearnerHost:
         self._is_closing = False
 
     async def save(self, step: int, state: Mapping[str, Json]) -> None:
-        """Begin a checkpoint, which is written while training goes on; `saved` says when it is whole.
+        """Begin a checkpoint, which is written while training goes on; `saved` says when it is complete.
 
         Raises:
             CheckpointError: The one before could not be written.
@@ -125,7 +125,7 @@ class LearnerHost:
         await self._run(self._save, step, state)
 
     async def wait_saved(self) -> None:
-        """Wait until what was begun is whole.
+        """Wait until what was begun is complete.
 
         Raises:
             CheckpointError: It could not be written.
@@ -198,7 +198,7 @@ class LearnerHost:
     def rows(self, uids: Sequence[str], *, step: int, deadline_s: float) -> Batch:
         """The groups of a step, which nobody else asks for, and which stay in the queue until a checkpoint has them.
 
-        They are given back at once: not every queue notices when the learner dies, and it would wait for itself until
+        They are returned at once: not every queue notices when the learner dies, and it would wait for itself until
         its lease runs out. It waits a little at a time, so that a run that ends need not wait for late columns.
 
         Args:

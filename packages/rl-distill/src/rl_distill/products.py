@@ -56,14 +56,14 @@ def chosen_products(wanted: str) -> Products:
     if not has_onednn():
         raise SettingsError(
             f'learner.products is "onednn", which torch {torch.__version__} does not have on this machine. Set it to '
-            '"torch"; a run that began with oneDNN then goes on with other rounding.'
+            '"torch"; a run that began with oneDNN then continues with other rounding.'
         )
     return "onednn"
 
 
 @lru_cache(maxsize=1)
 def _measured() -> Products:
-    """What is faster, found once in a process, whose models shall agree."""
+    """The faster choice, measured once per process, so that its models agree."""
     return "onednn" if min(_gain(*shape) for shape in _SHAPES) >= _MIN_GAIN else "torch"
 
 

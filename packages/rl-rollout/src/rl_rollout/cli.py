@@ -238,14 +238,14 @@ def _add_verify(verbs: Any) -> None:
 
 def _add_prune(verbs: Any) -> None:
     description = (
-        "Removes what writers left that died, then the entries that are named, then with --broken what is broken, for\n"
-        "which it reads everything, then with --max-bytes what was set aside and the oldest entries until no more\n"
-        "than SIZE is left. Entries go whole, also while runs use the directory. Units: k, M, G, T are powers of\n"
-        "1000; Ki, Mi, Gi, Ti of 1024. On an object store, what a writer left counts as such after an hour."
+        "Removes leftovers of dead writers, then the named entries. --broken also removes broken entries, and reads\n"
+        "everything for that. --max-bytes then removes set-aside and the oldest entries until at most SIZE is left.\n"
+        "Entries are removed whole, also while runs use the directory. Units: k, M, G, T are powers of 1000; Ki, Mi,\n"
+        "Gi, Ti of 1024. On an object store, a write counts as a leftover after an hour."
     )
     examples = "skip-cache --max-bytes 50G --dry-run\nskip-cache --broken\nskip-cache train-00000007-0000 8"
-    verb = _add_verb(verbs, "prune", run=_prune, texts=("remove what is old, broken or named", description, examples))
+    verb = _add_verb(verbs, "prune", run=_prune, texts=("remove old, broken or named entries", description, examples))
     verb.add_argument("entries", nargs="*", metavar="ENTRY", help="names or steps of entries to remove")
-    verb.add_argument("--max-bytes", type=_size, metavar="SIZE", help="most bytes of everything that stays")
+    verb.add_argument("--max-bytes", type=_size, metavar="SIZE", help="maximum size of what is kept")
     verb.add_argument("--broken", action="store_true", help=BROKEN)
     verb.add_argument("--dry-run", action="store_true", help="say what would go; change nothing")

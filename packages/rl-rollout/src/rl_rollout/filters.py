@@ -11,7 +11,7 @@ from rl_rollout.rollout import GroupResult
 from rl_rollout.user_files import find_in
 
 GroupFilter = Callable[[GroupResult], str | None]
-"""Why a group shall not train, in a few words; None keeps it."""
+"""Reason why a group must not train, in a few words; None keeps it."""
 
 FILTERS: Registry[Any] = Registry(
     "group filter",

@@ -57,12 +57,12 @@ async def refill(
     keep: GroupFilter,
     max_rounds: int,
 ) -> Refilled:
-    """Run groups of prompts until there are enough that the filter keeps.
+    """Run groups of prompts until the filter has kept enough of them.
 
     Args:
         run: Runs all sessions of prompts, such as `Rollout.run` with its arguments.
         take: The next prompts.
-        wanted: Groups that shall train.
+        wanted: Number of groups to train on.
         keep: See `GroupFilter`.
         max_rounds: Most calls of `run`.
 

@@ -33,7 +33,7 @@ async def score_again(
     if judged is None:
         raise SettingsError(
             f"{loop_name(loop)} cannot tell from a stored session what its reward judges (it has no `judged`). Keep "
-            "the stored rewards, or generate anew."
+            "the stored rewards, or generate again."
         )
     return list(await asyncio.gather(*(_score(*group, judged, loop, context) for group in groups)))
 

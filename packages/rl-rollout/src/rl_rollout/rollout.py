@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 @record
 class GroupResult:
-    """What became of all sessions of one prompt.
+    """Outcome of all sessions of one prompt.
 
     Attributes:
         prompt: The prompt.

@@ -1,20 +1,20 @@
-"""Who does what next: which prompts are started, which groups make a step, when weights are published.
+"""The scheduler: which prompts start, which groups make a step, and when weights are published.
 
-Pure: no clock, no queue, no tensors. The controller tells it what happened and does what it says; `simulate` and the
-replay of a recorded run use the same class.
+It is pure: no clock, no queue, no tensors. The controller reports events to it and carries out its decisions.
+`simulate` and the replay of a recorded run use the same class.
 
 The bound. Let B be the groups of a step, k the steps of a version (`sync_every`), G = k B, and s `max_staleness`. A
-group that is started under version v may be trained until the learner's version is v + s: that is its deadline. Two
-rules keep every group within it, so that none is ever dropped for its age:
+group started under version v may train until the learner's version is v + s: that is its deadline. Two
+rules keep every group within it, so that no group is dropped for its age:
 
 1. While version v is served, at most (v + s + 1) G groups have been started and not failed.
-2. A step takes the ready groups with the earliest deadlines, and only if what is left can still be trained in time: for
-   each version w, the groups with a deadline up to w must not be more than the (w + 1) G that are trained until then,
-   less those trained already. Otherwise the learner waits for the slow ones among them.
+2. A step takes the ready groups with the earliest deadlines, and only if the others can still be trained in time. For
+   each version w, at most (w + 1) G groups minus those already trained may have a deadline up to w. Otherwise the
+   learner waits for the slow groups among them.
 
-By rule 1, rule 2 can always be kept: waiting is enough. Dropping late groups instead would favour short responses.
-Where engines serve older weights than the scheduler was told, more groups are ready than can be trained in time, and
-there is nothing to wait for: a step is taken, and what is past its deadline then is generated again.
+Rule 1 guarantees that rule 2 can always be satisfied by waiting. Dropping late groups would bias training towards short
+responses. If engines serve older weights than reported, more groups may be ready than can be trained in time, and
+waiting does not help. The step is then taken, and groups past their deadline are generated again.
 """
 
 from bisect import insort

@@ -1,4 +1,4 @@
-"""What code of the user raises: told in words, and told apart from what is meant for us."""
+"""What code of the user raises: told in words, and distinguished from what is meant for us."""
 
 import asyncio
 import dis

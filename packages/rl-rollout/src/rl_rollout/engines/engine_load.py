@@ -1,4 +1,4 @@
-"""How much an engine has to do, and how long it had nothing, as seen by whoever asks it."""
+"""An engine's load and idle time, as its caller sees them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -210,7 +210,7 @@ class ProcessEngine(EngineCalls):
 
     @property
     def death(self) -> EngineDiedError | None:
-        """Why its process ended for good, whoever noticed."""
+        """Why its process ended for good, whichever side noticed."""
         error = None if self._role is None else self._role.death
         return None if error is None else _engine_died(error)
 
@@ -375,7 +375,7 @@ def _engine_died(error: RLError) -> EngineDiedError:
 
 
 async def _or_end(answer: Awaitable[T]) -> T:
-    """Wait for an answer; an engine that has failed takes its process with it, so that it can be started anew."""
+    """Wait for an answer; an engine that has failed takes its process with it, so that it can be restarted."""
     try:
         return await answer
     except EngineDiedError as error:

@@ -175,10 +175,10 @@ class EngineTraits:
         max_model_len: Most tokens of prompt and response together.
         vocab_size: Token ids are below this.
         can_sleep: Whether `sleep` frees memory here.
-        max_top_k: Most likeliest tokens that `score_top_k` gives for each token.
+        max_top_k: Maximum number of top tokens that `score_top_k` returns per token.
         can_match_text: Whether it serves `SamplingParams.stop`, for which it needs the model's tokenizer.
         structures: Kinds of `Structure` that it serves, by field.
-        max_lora_rank: Largest rank of an adapter that it takes; 0 takes none.
+        max_lora_rank: Maximum rank of an adapter; 0 supports none.
     """
 
     name: str

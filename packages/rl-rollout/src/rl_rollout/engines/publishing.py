@@ -22,7 +22,7 @@ async def publish_to(
 
     Args:
         engine: The engine.
-        update: What it shall serve.
+        update: The update to serve.
         canary: To prove it.
         tolerances: Of the proof.
         drain: Let requests end under the weights under which they began, and hold new ones back meanwhile: every

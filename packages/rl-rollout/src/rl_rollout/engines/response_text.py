@@ -61,7 +61,7 @@ class ResponseText:
         return self._release(0)
 
     def _new_text(self) -> str:
-        """Characters that are whole, whatever follows."""
+        """Characters that are complete, whatever follows."""
         text = self._decode(self._window)
         is_whole = not text.endswith(UNKNOWN)
         begin, end = self._num_taken, len(text)

@@ -2,7 +2,7 @@
 
 A `Stepper` is the model with its scheduler: synchronous, and called by one thread. `SteppedEngine` is
 everything else: it turns requests into samples, lets the stepper make one step after the other as long
-as there is work, and wakes whoever waits.
+as there is work, and wakes all waiters.
 
 Requests made in the same turn of the event loop are admitted together, in order, before the next step.
 Weight updates, aborts, requests and the search for stop strings come between two steps. After a failure of

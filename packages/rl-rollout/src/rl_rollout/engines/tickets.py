@@ -25,8 +25,8 @@ class Ticket:
         num_samples: How many responses, or scores, it is.
         request_id: What `RolloutEngine.abort` knows it by.
         is_aborted: Nobody is to be asked any more.
-        is_asked: An engine is at it.
-        has_told: Its caller has got tokens, which cannot be taken back: it cannot begin anew elsewhere.
+        is_asked: An engine is running it.
+        has_told: Its caller has got tokens, which cannot be taken back: it cannot start again elsewhere.
     """
 
     num_samples: int
@@ -73,7 +73,7 @@ class Ticket:
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     def abort(self) -> None:
-        """Ask nobody any more; an engine that is at it is told by whoever aborts, and gives what it has."""
+        """Stop dispatching; `abort` tells the engine that already runs it, which returns its partial result."""
         self.is_aborted = True
         if not self.is_asked:
             self.stop()

@@ -148,7 +148,7 @@ class TransformersStepper:
         """See `Stepper.reset_prefix_cache`; nothing is kept from one batch to the next."""
 
     def sleep(self, level: Literal[1, 2]) -> None:
-        """See `Stepper.sleep`: the weights go to the host, or nowhere; buffers stay where they are at level 2."""
+        """See `Stepper.sleep`: the weights move to the host, or are dropped; buffers stay in place at level 2."""
         if level == 1:
             self._model.to("cpu")
         else:
@@ -191,7 +191,7 @@ class TransformersStepper:
     def _receipt(self, sums: PassingChecksums, adapted: Mapping[str, torch.Tensor]) -> WeightReceipt:
         arrived, live = sums.with_probes(self._base())
         problems = [
-            f"{len(batch.samples)} samples go on with what version {batch.served.version} computed of them."
+            f"{len(batch.samples)} samples continue with what version {batch.served.version} computed of them."
             for batch in self._batches
             if batch.cache is not None and batch.served is not self._served_to(batch.adapter)
         ]

@@ -5,7 +5,7 @@ from types import TracebackType
 
 
 class Changes:
-    """Wakes whoever waits for the next change."""
+    """Wakes all waiters at the next change."""
 
     def __init__(self) -> None:
         """Nobody waits."""

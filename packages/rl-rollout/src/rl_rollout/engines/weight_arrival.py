@@ -23,7 +23,7 @@ class WeightArrival:
         self._groups: SourceGroups | None = None
 
     def arriving(self, update: WeightUpdate) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor of an update as it is whole, in order.
+        """Each tensor of an update as it is complete, in order.
 
         Raises:
             WeightsGoneError: A sender is gone or has another version; nothing was sent.

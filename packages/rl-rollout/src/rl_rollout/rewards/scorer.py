@@ -28,7 +28,7 @@ NOT_WORTH_A_RETRY = (DataError, SettingsError, MissingExtraError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """What became of one reward call; exactly one of result and failure is set.
+    """Outcome of one reward call; exactly one of result and failure is set.
 
     Attributes:
         result: The reward.

@@ -39,9 +39,9 @@ __all__ = ["ReplicatedEngine", "publish_to"]
 log = structlog.get_logger(__name__)
 
 NO_PREFIX = np.zeros(0, dtype=np.int32)
-"""What is scored is computed whole, whoever has computed its beginning before."""
+"""Scoring computes the whole sequence, even if a replica has its prefix cached."""
 REMOVE_DEADLINE_S = 600.0
-"""How long a replica that is removed may go on with its requests; then they move."""
+"""How long a replica that is removed may continue with its requests; then they move."""
 
 
 class ReplicatedEngine:
@@ -152,7 +152,7 @@ class ReplicatedEngine:
 
         Args:
             index: As `add` gave it; those of the beginning are numbered from 0.
-            deadline_s: Requests that it still has then begin anew on others, with the same seeds.
+            deadline_s: Requests that it still has then start again on others, with the same seeds.
 
         Returns:
             What it has done in all.

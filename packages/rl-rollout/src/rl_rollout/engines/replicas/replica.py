@@ -1,4 +1,4 @@
-"""One of several equal engines: what it serves, who is with it, and what becomes of it."""
+"""One of several equal engines: what it serves, who is with it, and the outcome of it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

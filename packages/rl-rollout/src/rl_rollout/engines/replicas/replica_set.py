@@ -146,7 +146,7 @@ class ReplicaSet:
                     deaths.append(EngineDiedError(f"replica {replica.index} was removed."))
                 if ticket.has_told:
                     raise EngineDiedError(
-                        "the response was streamed in part when its engine went, and cannot begin anew elsewhere; send "
+                        "the engine died after a part of the response was streamed, and no other can continue it; send "
                         f"the request again. {deaths[-1]}"
                     ) from deaths[-1]
                 if len(deaths) == MAX_DEATHS:

@@ -34,7 +34,7 @@ class AdaptedPart:
     Attributes:
         layer: vLLM's wrapper.
         rows: This rank's rows of B.
-        columns: This rank's columns of A.
+        columns: This rank's columns of `A`.
     """
 
     def __init__(self, layer: Any, index: int) -> None:
@@ -64,7 +64,7 @@ class AdaptedPart:
         return a if _has_numbers(a[rank:]) else a[:rank], b if _has_numbers(b[:, rank:]) else b[:, :rank]
 
     def probe_a(self, held: torch.Tensor) -> LivePart:
-        """This rank's share of A's probe."""
+        """This rank's share of the probe of `A`."""
         values = held.float() @ _vector(self._num_columns)[self.columns].to(held.device)
         return _share(values, is_summand=self._are_columns_split)
 

@@ -84,7 +84,7 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: ReceiveRequest) -> None:
-        """Load each tensor as it is whole."""
+        """Load each tensor as it is complete."""
         self.model.load_weights(noted(self.model, self.arriving(update_info)))
 
     def finish_weight_update(self) -> None:
@@ -98,7 +98,7 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
             self._groups, self.joined = None, []
 
     def arriving(self, request: ReceiveRequest) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor as it is whole."""
+        """Each tensor as it is complete."""
         if self._groups is None:
             raise RuntimeError("the worker has not met the sender of weights; init_transfer_engine comes first.")
         self.arrived, plan = {}, request.plan
@@ -132,7 +132,7 @@ def _receiver(worker: Any, sources: Sequence[JoinedSource]) -> BucketReceiver:
 
     Args:
         worker: vLLM's.
-        sources: Who they are; others, or the same under another name, are met anew.
+        sources: Who they are; others, or the same under another name, are met again.
     """
     receiver = worker.weight_transfer_engine
     if not isinstance(receiver, BucketReceiver):

@@ -173,5 +173,5 @@ def whole_group(kv_cache: KVCacheConfig) -> int:
             return index
     raise EngineError(
         "the experts of tokens are kept beside their keys and values, but no layer of this model keeps those of all "
-        "tokens. Set capture_experts = false (VLLMOptions); training then chooses experts anew."
+        "tokens. Set capture_experts = false (VLLMOptions); training then chooses experts again."
     )

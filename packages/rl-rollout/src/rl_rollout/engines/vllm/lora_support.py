@@ -28,7 +28,7 @@ def lora_problems(options: VLLMOptions, shapes: Shapes) -> Iterator[str]:
     """What vLLM cannot do of the adapters that are asked for.
 
     Args:
-        options: How the engine shall run.
+        options: The engine's options.
         shapes: The model's tensors.
     """
     if not 0 <= options.max_lora_rank <= LORA_RANKS[-1]:

@@ -1,4 +1,4 @@
-"""Experts of a mixture in vLLM: packed anew at each update, and read back bit for bit.
+"""Experts of a mixture in vLLM: packed again at each update, and read back bit for bit.
 
 A layer keeps all of its experts in two tensors. On CPUs these are padded and packed for the kernel, and the originals
 are dropped. Packing moves elements and computes nothing: an index that is packed alike says where each came from.
@@ -196,7 +196,7 @@ def before_reload(model: torch.nn.Module) -> None:
 def noted(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass an update's tensors on, and note what experts and biases among them must be afterwards.
 
-    What the allocator keeps of the first layer is given back: a layer needs its own size twice while vLLM loads it, and
+    What the allocator keeps of the first layer is returned: a layer needs its own size twice while vLLM loads it, and
     with the rest of another that were more than a mixture of two layers. Later ones take over what is kept.
     """
     parts: dict[str, ExpertPart | BiasPart] = {}

@@ -73,7 +73,7 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
     def update_state_after_alloc(self, request: Request, blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """Plan the copies of a sample that follows; a sample that computes its whole prompt leads from now on.
 
-        A leader's prompt is whole by the end of this step: one that is cut short takes all that is left of the
+        A leader's prompt is complete by the end of this step: one that is cut short takes all that is left of the
         step's tokens, and nobody follows it until it is scheduled again.
         """
         shared = _shared(request)

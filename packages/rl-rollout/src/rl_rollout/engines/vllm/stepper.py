@@ -238,7 +238,7 @@ class VLLMStepper:
             if not (self._is_cpu or options.enforce_eager):
                 raise EngineError(
                     "vLLM's CUDA graphs do not tell which experts they choose. Set enforce_eager = true, or "
-                    "capture_experts = false: training then chooses experts anew."
+                    "capture_experts = false: training then chooses experts again."
                 )
             self._core.collective_rpc("capture_experts")
             shape = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()

@@ -51,7 +51,7 @@ class VLLMSupport:
 
         Args:
             config: The model's config.json.
-            options: How the engine shall run.
+            options: The engine's options.
             max_model_len: Most tokens of prompt and response together.
         """
         text = config.get("text_config", config)

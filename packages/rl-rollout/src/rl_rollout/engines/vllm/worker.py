@@ -176,7 +176,7 @@ class WorkerExtension:
         """Let the sampler on a CPU draw each token by its sample's seed and its position in the response alone.
 
         vLLM keeps a generator for each seeded request, which on CPUs fails when a prompt is computed in pieces (it
-        cannot be wound back), and draws anew what a preemption repeats. Seeds come in `extra_args`, so that vLLM
+        cannot be wound back), and draws again what a preemption repeats. Seeds come in `extra_args`, so that vLLM
         makes no generators.
         """
         runner = self.model_runner
@@ -227,7 +227,7 @@ def _untied(tensors: Iterable[tuple[str, torch.Tensor]], tied: Collection[str]) 
 
 
 def repack_output_head(model: torch.nn.Module) -> None:
-    """Pack the output head anew: vLLM's reload leaves one that is tied to the embeddings stale on CPUs."""
+    """Pack the output head again: vLLM's reload leaves one that is tied to the embeddings stale on CPUs."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)

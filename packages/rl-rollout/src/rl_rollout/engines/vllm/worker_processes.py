@@ -23,7 +23,7 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 def worker_environment(num_workers: int, *, num_threads: int, is_cpu: bool) -> Iterator[None]:
     """Variables that workers are started with.
 
-    All of them are on this machine: gloo, of which vLLM makes groups even for a single worker, listens on loopback.
+    All of them are on this machine: gloo, which vLLM uses even for a single worker, listens on loopback.
     On CPUs vLLM binds each worker to a memory node of its own, and refuses to start with fewer nodes than workers:
     here they share what there is, unless the variable is set.
 
@@ -45,7 +45,7 @@ class WorkerWatch:
     """Ends all workers when one has died.
 
     vLLM gives the others seconds to end by themselves, which they spend waiting for the dead one inside a collective;
-    meanwhile whoever asked them waits too.
+    meanwhile their callers wait too.
     """
 
     def __init__(self, executor: Any) -> None:
