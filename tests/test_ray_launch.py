@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from async_faults import SETTINGS, assert_trained_exactly_once, num_record_lines, pid_of
+from async_faults import SETTINGS, assert_trained_exactly_once, num_record_lines, pid_of, restarts_of
 from async_runs import run_states
 from slurm_job import HEAD, HOSTS, WORKERS, node_of
 from tiny_run import TinyRun, make_tiny_run
@@ -91,11 +91,10 @@ def test_a_job_of_three_nodes_goes_on_when_one_is_killed(tmp_path: Path):
     assert_trained_exactly_once(run, steps=STEPS)
 
 
-def kill_program(job: TrainProcess, node: str, program: str) -> int:
-    """Kill the one process of a node that runs a program of Ray; gives its id."""
+def kill_program(job: TrainProcess, node: str, program: str) -> None:
+    """Kill the one process of a node that runs a program of Ray."""
     (pid,) = [pid for pid in processes_of(job, node) if command_of(pid).split(" ")[0].endswith(f"/{program}")]
     os.kill(pid, signal.SIGKILL)
-    return pid
 
 
 def programs_of(job: TrainProcess, node: str) -> list[str]:
@@ -119,13 +118,18 @@ def test_a_node_that_loses_its_ray_joins_again(tmp_path: Path):
 
 
 @pytest.mark.soak
-def test_a_job_whose_head_lost_its_ray_resumes(tmp_path: Path):
+def test_a_job_whose_head_lost_its_ray_fails_and_the_next_one_resumes(tmp_path: Path):
     run = make_tiny_run(tmp_path)
-    with slurm_job(run, **{**SCRIPTED, "trainer__steps": 40}) as job:
+    settings = {**SCRIPTED, "trainer__steps": 40}
+    with slurm_job(run, **settings) as job:
         wait_midway(job, run)
         kill_program(job, HEAD, "gcs_server")
+        assert job.wait(600.0) == 1, job.text
+        assert job.leftovers() == []
+    with slurm_job(run, **settings) as job:
         assert job.wait(600.0) == 0, job.text
         assert job.leftovers() == []
+    assert restarts_of(run)["controller"] == 1
     assert_trained_exactly_once(run, steps=40)
 
 

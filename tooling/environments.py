@@ -93,7 +93,7 @@ def editable(*requirements: str) -> tuple[str, ...]:
 
 TOOLS = Environment(
     name="tools",
-    cost="100 MB to download, 30 s",
+    cost="100 MB to download, 0.4 GB on disk, a minute",
     steps=(("--no-deps", "-r", "locks/dev.txt"),),
     inputs=("locks/dev.txt",),
 )

@@ -6,8 +6,8 @@
 #   RAY_NODE_ADDRESS  optional: the IP of this node, if the route to the head is not the network to use
 #   RAY_NODE_OPTIONS  optional: more options of `ray start`, such as --object-store-memory=20000000000
 #
-# Ray is started again whenever it ends. A worker keeps trying until the head answers, and a node that lost its Ray
-# joins again. If the head's Ray is lost, the trainer resumes from its last checkpoint.
+# Ray is started again whenever it ends. A worker keeps trying until the head answers, and a worker that lost its Ray
+# joins again. A trainer ends when the head is lost.
 set -euo pipefail
 
 port=${RAY_HEAD##*:}

@@ -25,7 +25,8 @@ port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.g
 RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_HEAD=$address:$port RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 
-step=(srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0)
+# One task on each node, with all its CPUs. A lost node does not end the others.
+step=(srun --ntasks-per-node=1 --cpu-bind=none --no-kill --kill-on-bad-exit=0)
 "${step[@]}" --nodes=1 --nodelist="${hosts[0]}" bash "$launch/ray_node.sh" head &
 nodes=($!)
 if ((${#hosts[@]} > 1)); then
