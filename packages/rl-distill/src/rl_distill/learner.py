@@ -143,14 +143,12 @@ class Learner(Scorer, Protocol):
         ...
 
     def export_weights(self) -> Mapping[str, torch.Tensor]:
-        """Return all weights by Hugging Face name, with an adapter merged in; may be views, valid until the next step.
-        """
+        """Return all weights by Hugging Face name, adapter merged; may be views, valid until the next step."""
         ...
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Return the names that share another name's tensor, such as {"lm_head.weight": "model.embed_tokens.weight"}.
-        """
+        """Return names that share another's tensor, such as {"lm_head.weight": "model.embed_tokens.weight"}."""
         ...
 
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
@@ -182,8 +180,7 @@ class AdapterLearner(Learner, Protocol):
     """A policy that trains an adapter."""
 
     def export_adapter(self) -> Mapping[str, torch.Tensor]:
-        """Return A and B of each adapted matrix by peft's name, B multiplied by the scaling: W + B @ A is the policy.
-        """
+        """Return A and B of each adapted matrix by peft's name, B scaled: W + B @ A is the policy."""
         ...
 
     def export_base(self) -> Mapping[str, torch.Tensor]:

@@ -9,8 +9,7 @@ from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 
 
 def teacher_layout(ranks: int, config: PolicyConfig) -> ParallelOptions:
-    """Return a teacher's layout: split matrices, and a mixture's whole experts as far as ranks divide them.
-    """
+    """Return a teacher's layout: split matrices and a mixture's whole experts as far as ranks divide them."""
     if config.mixture is None or ranks == 1:
         return ParallelOptions(ranks=ranks, tensor=ranks)
     expert = math.gcd(ranks, config.num_experts)

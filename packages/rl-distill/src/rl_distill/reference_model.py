@@ -37,8 +37,7 @@ class _Experts(nn.ModuleList):
             nn.init.normal_(parameter, std=std)
 
     def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Return the output [T, hidden] of tokens [T, hidden] from their experts [T, top_k] and the experts' weights.
-        """
+        """Return outputs [T, hidden] of tokens [T, hidden] from their experts [T, top_k] and their weights."""
         out = torch.zeros_like(hidden)
         for index, expert in enumerate(self):
             tokens, places = torch.where(chosen == index)
