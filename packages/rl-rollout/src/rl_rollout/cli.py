@@ -132,12 +132,12 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _as_json(found: dict[str, Any]) -> str:
-    """One JSON object, without numbers that JSON does not have, and without any control character as it is."""
+    """Format one JSON object without NaN, infinity or control characters."""
     return json_text(as_plain(msgspec.to_builtins(found), is_finite=True))
 
 
 def _say_progress(num_read: int, num_all: int) -> None:
-    """How far reading is, in a line of a terminal that is gone at the end."""
+    """Show the reading progress in a terminal line, and erase it at the end."""
     _erase_line(f"read {num_read} of {num_all} entries" if num_read < num_all else "")
 
 
@@ -186,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_verb(verbs: Any, name: str, *, run: Callable[[argparse.Namespace], int], texts: tuple[str, str, str]) -> Any:
-    """A verb with its help, its description and its examples."""
+    """Add a verb with its help, description and examples."""
     summary, description, examples = texts
     shown = "\n".join(f"  rl-rollout cache {name} {example}" for example in examples.split("\n"))
     verb: argparse.ArgumentParser = verbs.add_parser(

@@ -56,14 +56,14 @@ def export_sessions(arguments: argparse.Namespace) -> int:
 
 
 def _called(place: str, arguments: argparse.Namespace) -> int:
-    """What a function of a module of the gateway gives."""
+    """Import a function from a module of the gateway."""
     module, name = place.split(":")
     called: Callable[[argparse.Namespace], int] = getattr(import_module(f"rl_rollout.gateway.{module}"), name)
     return called(arguments)
 
 
 def add_gateway(parts: Any) -> None:
-    """Add the commands to those of `rl-rollout`."""
+    """Add the commands to the `rl-rollout` command line."""
     parser = _command(parts, "serve", serve)
     names = ", ".join(name for name in known_engines() if name != "scripted")
     add = parser.add_argument
@@ -108,7 +108,7 @@ def add_gateway(parts: Any) -> None:
 
 
 def _command(parts: Any, name: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-    """A command with a function's docstring as its help."""
+    """Add a command that uses a function's docstring as its help."""
     summary, _, description = inspect.cleandoc(run.__doc__ or "").partition("\n")
     parser: argparse.ArgumentParser = parts.add_parser(
         name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
