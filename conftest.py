@@ -23,7 +23,7 @@ SHARED = {
         "test_teachers_agree",
     ),
     "Ray": ("test_ray_", "test_async_ray"),
-    "browser": ("test_report_",),
+    "browser": ("test_report_", "test_docs_site"),
 }
 """Prefixes of the test files that share one import of vLLM, one Ray cluster or one browser."""
 

@@ -21,6 +21,7 @@ from nox.command import CommandFailed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from tooling.environments import (
     AGENTS,
+    DOCS,
     PACKAGES,
     PROJECTS,
     ROOT,
@@ -36,8 +37,10 @@ from tooling.environments import (
     wheels_environment,
     workspace,
 )
-from tooling.pythons import HERE, PYTHONS, needed_python
-from tooling.runs import STOP_S, Job, end, run_jobs, run_pytest, summary
+from tooling.projects import read_projects
+from tooling.pythons import HERE, PYTHONS, how_to_get, needed_python, other_pythons
+from tooling.release import DIST, build, release_projects, try_from_index
+from tooling.runs import LOGS, STOP_S, Job, end, run_jobs, run_pytest, summary
 
 SOURCES = tuple(f"{project}/src" for project in PROJECTS)
 CHECKED = (*PROJECTS, "benchmarks", "examples", "tests", "tooling", "noxfile.py", "conftest.py")
@@ -69,8 +72,11 @@ CHECKS = (
     ("unit", "rl-core"),
     ("unit", "rl-metrics"),
     ("wheels",),
+    ("pythons",),
 )
 """Sessions of `checks`, with their arguments: the quick ones first, then the longest."""
+ON_EVERY_PYTHON = ("rl-core", "rl-metrics", "-m", "not one_python and not soak and not gpu")
+"""Arguments that `pythons` passes to `unit`."""
 PEERS = {
     "trl": ("TRL_PYTHON", TRL),
     "transfer": ("TRANSFERQUEUE_PYTHON", TRANSFERQUEUE),
@@ -97,46 +103,53 @@ def train(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run what CI runs: the checks, and beside them all tests on real vLLM and Megatron; with arguments, pytest."""
+    ensure(session, TOOLS)  # tests/test_release.py writes a changelog with its towncrier
     if session.posargs:
         with summary(session):
-            if any(word.rstrip("/") == "tests" or "report" in word for word in session.posargs):
+            if any(word.rstrip("/") == "tests" or "report" in word or "docs" in word for word in session.posargs):
                 chromium(session)
+            if any(word.rstrip("/") == "tests" or "docs" in word for word in session.posargs):
+                ensure(session, DOCS)
             run_pytest(session, workspace(session), *session.posargs)
         return
     apps = [f"{project}/tests" for project in PROJECTS if project.startswith("apps/")]  # packages are covered by unit
     suites = ["tests", "examples", *WORKSPACE_TESTS, *apps]
     session.log("All tests, and beside them the checks (lint, imports, types, unit, wheels); on two cores 20 minutes.")
     with summary(session):
-        checks = Job("checks", ("--at-once", "1"))
-        running = checks.start()
+        beside = (Job("checks", ("--at-once", "1", "--without", "pythons")), Job("pythons", ()))
+        running = [job.start() for job in beside]
         try:
             chromium(session)
+            ensure(session, DOCS)
             failure = None
             try:
                 run_pytest(session, workspace(session), *TWO_WORKERS, *suites)
             except CommandFailed as error:
                 failure = error
-            session.log(f"Waiting for the checks, which write to {checks.log.relative_to(ROOT)}.")
-            running.wait()
+            session.log(f"Waiting for the checks, which write to {LOGS.relative_to(ROOT)}.")
+            for process in running:
+                process.wait()
         finally:
-            end([running])
-        print(checks.log.read_text(errors="replace"))
+            end(running)
+        print(*(job.log.read_text(errors="replace") for job in beside), sep="")
     if failure is not None:
         raise failure
-    if running.returncode:
+    if any(process.returncode for process in running):
         session.error("the tests passed, but a check above failed")
 
 
 @nox.session
 def checks(session: nox.Session) -> None:
-    """Run lint, imports, types, unit and wheels, two at once: what a bare `nox` does."""
+    """Run lint, imports, types, unit, wheels and pythons, two at once: what a bare `nox` does."""
     parser = argparse.ArgumentParser(prog="nox -s checks --")
     parser.add_argument("--at-once", type=int, default=2, help="how many side by side")
+    parser.add_argument("--without", choices=sorted({name for name, *_ in CHECKS}), help="a session to leave out")
     options = parser.parse_args(session.posargs)
     if options.at_once < 1:
         parser.error(f"--at-once must be at least 1; found {options.at_once}.")
+    jobs = [Job(name, tuple(words)) for name, *words in CHECKS if name != options.without]
     with summary(session):
-        run_jobs(session, [Job(name, tuple(words)) for name, *words in CHECKS], at_once=options.at_once)
+        run_jobs(session, jobs, at_once=options.at_once)
 
 
 @nox.session
@@ -178,14 +191,26 @@ def unit(session: nox.Session) -> None:
 
 
 @nox.session
+def pythons(session: nox.Session) -> None:
+    """Run the unit tests of rl-core and rl-metrics on each other supported Python that is here; say which is not."""
+    found, missing = other_pythons()
+    for minor in missing:
+        session.warn(f"Not tested on Python {minor}, which is not here; {how_to_get(minor)}")
+    jobs = [Job("unit", ("--python", minor, *ON_EVERY_PYTHON)) for minor in found]
+    with summary(session):
+        run_jobs(session, jobs, at_once=1)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, format and prose; `nox -s lint -- --fix` fixes style and format."""
+    """Check style, format, prose and launch files; `nox -s lint -- --fix` fixes style and format."""
     tools = ensure(session, TOOLS)
     fix = "--fix" in session.posargs
     paths = [path for path in CHECKED if (ROOT / path).exists()]
     session.run(tools, "-m", "ruff", "check", *(["--fix"] if fix else []), *paths)
     session.run(tools, "-m", "ruff", "format", *([] if fix else ["--check"]), *paths)
     session.run(tools, "tooling/prose.py")
+    session.run(tools, "tooling/launch.py")
 
 
 @nox.session
@@ -213,16 +238,15 @@ def imports(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build every wheel and try them outside the checkout, in environments with nothing but what they declare.
+    """Build every wheel as `release` does, and try them outside the checkout, with nothing but what they declare.
 
-    Each trainer is installed alone first, with ours from `dist` and no index: what it needs is ours, or locked.
+    rl-core goes into an empty environment. Then each trainer is installed alone, with ours from `dist` and no index:
+    what it needs is ours, or locked.
     """
-    tools = ensure(session, TOOLS)
-    dist = ROOT / "dist"
-    shutil.rmtree(dist, ignore_errors=True)
-    for project in PROJECTS:
-        session.run(tools, "-m", "build", "--no-isolation", "--outdir", str(dist), project, silent=True)
-    built = {path.name.partition("-")[0].replace("_", "-"): str(path) for path in sorted(dist.glob("*.whl"))}
+    projects = read_projects()
+    build(session, ensure(session, TOOLS), list(projects))
+    built = {path.name.partition("-")[0].replace("_", "-"): str(path) for path in sorted(DIST.glob("*.whl"))}
+    try_from_index(session, projects["rl-core"], projects)
     light, whole = ("rl-core", "rl-rollout"), tuple(built)
     python = ensure(session, wheels_environment("wheels-light", built, light))
     install(session, python, "--no-deps", "--force-reinstall", *(built[name] for name in light))
@@ -230,7 +254,7 @@ def wheels(session: nox.Session) -> None:
     python = ensure(session, wheels_environment("wheels", built, whole))
     for app in ("rl-sync-trainer", "rl-async-trainer"):
         session.run(python, "-m", "pip", "uninstall", "--quiet", "--yes", *whole)
-        install(session, python, "--no-index", "--find-links", str(dist), app)
+        install(session, python, "--no-index", "--find-links", str(DIST), app)
         try_wheels(session, python, "test_wheels.py", "-k", f"{app} or locked")
     install(session, python, "--no-deps", "--force-reinstall", *built.values())
     try_wheels(session, python, "test_imports.py", "test_wheels.py")
@@ -274,6 +298,15 @@ def peer_variables(session: nox.Session, name: str) -> dict[str, str]:
             raise
         session.log(f"The benchmark goes on without .nox/{peer.name}: {error}")
         return {}
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation site; `-- --serve` serves it on this machine, `-- --settings` renews docs/settings.md."""
+    if "--settings" in session.posargs:
+        session.run(workspace(session), "-m", "tooling.settings_page")
+        return
+    session.run(ensure(session, DOCS), "-m", "tooling.docs_site.build", *session.posargs)
 
 
 @nox.session
@@ -326,33 +359,9 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session
-def changelog(session: nox.Session) -> None:
-    """Show each package's next changelog; `nox -s changelog -- rl-core` writes that one and drops its fragments."""
-    tools = ensure(session, TOOLS)
-    names = [Path(project).name for project in PROJECTS]
-    for project, name in zip(PROJECTS, names, strict=True):
-        if session.posargs and name not in session.posargs:
-            continue
-        version = nox.project.load_toml(ROOT / project / "pyproject.toml")["project"]["version"]
-        mode = ["--yes"] if session.posargs else ["--draft"]
-        session.run(tools, "-m", "towncrier", "build", "--dir", project, "--version", version, *mode)
-
-
-@nox.session
-def names(session: nox.Session) -> None:
-    """Before a release, ask the package index whether it has one of our names already; `-- NAME` asks for another."""
-    tools = ensure(session, TOOLS)
-    ask = (tools, "-m", "pip", "index", "versions", "--pre", "--ignore-requires-python")
-    known, ours = "hatchling", session.posargs or [Path(project).name for project in PROJECTS]
-    found = {
-        name: "Available versions" in str(session.run(*ask, name, silent=True, success_codes=[0, 1]))
-        for name in (known, *ours)
-    }
-    if not found.pop(known):
-        session.error(f"no package index answers: it has no {known}. See `pip config list`")
-    if taken := [name for name in ours if found[name]]:
-        session.error(f"on the index already: {', '.join(taken)}. Rename what is ours and not yet released there")
-    session.log(f"Free on the index: {', '.join(ours)}.")
+def release(session: nox.Session) -> None:
+    """Check, build and try packages before a release: `nox -s release -- rl-core`; `--help` lists the further steps."""
+    release_projects(session)
 
 
 @nox.session
@@ -360,7 +369,7 @@ def lock(session: nox.Session) -> None:
     """Renew locks/*.txt from locks/*.in: `nox -s lock -- cpu`; all when none is named."""
     tools = ensure(session, TOOLS)
     left_out = {line.split(";")[0].strip() for line in (ROOT / "locks/overrides.txt").read_text().splitlines()}
-    for name in session.posargs or ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", "agents", "gpu"):
+    for name in session.posargs or ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", "agents", "docs", "gpu"):
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
             resolve = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--report", str(report)]

@@ -82,7 +82,7 @@ def user_message(random: np.random.Generator, known: list[str], num_tokens: int)
 def write_chat_policy(model: str, folder: Path) -> None:
     """A policy that says words alone, each nearly as likely: no answer ends before its limit, all can be read back.
 
-    A text of words is encoded as the tokens that were sampled, so that a server which encodes histories anew finds
+    A text of words is encoded as the tokens that were sampled, so that a server which encodes histories again finds
     them in its prefix cache.
     """
     preset = MODELS[model]

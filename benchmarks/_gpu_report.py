@@ -16,7 +16,7 @@ WANTED = (
     ("publish and prove 8 GB: seconds at most", "weights-4b/publish_and_prove", "wall_s", 1.0),
     ("shared_512_16: share of the bound", "ours-4b/bound", "share_of_bound", 0.85),
 )
-"""What is wanted of one H200: of which measurement, and of what of it."""
+"""Targets for one H200: title, measurement, field, wanted value."""
 _AT_MOST = ("wall_s",)
 SAME = ("device", "torch", "is_quick")
 """What must be as it was, for a report to be continued."""
@@ -63,7 +63,7 @@ class Report:
         Args:
             file: Of the JSON.
             known: Of machine and program, with the names of `SAME`.
-            is_fresh: Begin anew though there is one.
+            is_fresh: Start over although the file exists.
 
         Raises:
             ValueError: The file's report is of another machine or torch, or is none.
@@ -120,7 +120,7 @@ class Report:
         self.content["failures"].append({"name": name, "error": error, "advice": advice})
 
     def write(self) -> None:
-        """Replace the file, so that it is whole whenever the program is ended."""
+        """Replace the file, so that it is complete whenever the program ends."""
         part = self.file.with_name(self.file.name + ".part")
         part.write_text(json.dumps(self.content, indent=2) + "\n")
         part.replace(self.file)
@@ -134,7 +134,7 @@ def _continued(file: Path, fresh: dict[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is no report of this program ({error}); choose another --json, or --fresh.") from None
     if differences:
-        raise ValueError(f"{file} was measured with {'; '.join(differences)}. Begin anew with --fresh.")
+        raise ValueError(f"{file} was measured with {'; '.join(differences)}. Start over with --fresh.")
     return {**fresh, "results": rows}
 
 

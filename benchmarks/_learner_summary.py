@@ -165,7 +165,7 @@ def comparison(workload: str, ours: Measured, theirs: Measured, *, peer: str) ->
 
 
 def model_flops(*, num_parameters: int, lengths: Sequence[int], attention_size: int) -> float:
-    """FLOPs of forward and backward that a batch needs, whoever computes it: recomputation and padding do not count.
+    """FLOPs of forward and backward that a batch needs, without recomputation and padding.
 
     Args:
         num_parameters: A tied embedding once, as the head.

@@ -42,7 +42,7 @@ MAX_POSITIONS = 512
 
 WARM_UP_STEPS = {"long_tail": 160, "long_prompt": 80}
 DEMONSTRATIONS_PER_STEP = {"long_tail": 256, "long_prompt": 64}
-"""long_prompt goes on with what long_tail has learnt."""
+"""long_prompt continues from the policy of long_tail."""
 
 SHORTENED_SHARE = 0.35
 """Share of demonstrations that end one number early. GRPO unlearns this, so that there is a curve to compare."""

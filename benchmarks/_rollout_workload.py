@@ -59,7 +59,7 @@ PRESETS = {
         hidden_size=768, num_layers=8, vocab_size=8192, num_prompts=16, group_size=4, prompt_tokens=32, max_tokens=128
     ),
 }
-"""By name: for the smoke test, for generation on two cores, and for weights of which there are many."""
+"""By name: for the smoke test, for generation on two cores, and for many weights."""
 UPDATE_PRESETS = {"tiny": "tiny", "6m": "77m", "77m": "77m"}
 """Whose weights are updated where generation is with another preset."""
 

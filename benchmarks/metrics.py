@@ -88,7 +88,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- metrics", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=40, help="of the main job, at least 5")
-    parser.add_argument("--rounds", type=int, default=5, help="validations, of which the median counts")
+    parser.add_argument("--rounds", type=int, default=5, help="validations; the median counts")
     parser.add_argument("--quick", action="store_true", help="few steps, responses and rollouts: does it run at all")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(words)

@@ -89,7 +89,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run_workload(workload: str, options: argparse.Namespace, folder: Path, report: dict[str, Any]) -> None:
-    """A batch of each system in turns, who begins moving on; a quick run goes on with weight updates of ours.
+    """Run a batch of each system in turns; another one begins each round. A quick run adds our weight updates.
 
     Raises:
         ChildFailedError: A system failed.

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import types
@@ -126,17 +127,31 @@ def test_interpreters_that_serve(environments, version):
 
 
 @pytest.mark.parametrize("version", ["3.10.13", "3.14.0rc1"])
-def test_interpreters_that_do_not_serve_are_told_with_one_that_does(environments, version):
+def test_interpreters_that_do_not_serve_are_told_with_one_that_does(environments, monkeypatch, version):
     workspace = dataclasses.replace(environments.WORKSPACE, base=python_version(environments, version))
+    monkeypatch.setattr(environments, "find_python", lambda minor: None)
     said = environments.interpreter_mistake(workspace)
     assert said.startswith(f".nox/workspace needs Python 3.11, 3.12 or 3.13; nox runs on {version}. ")
     assert "`pyenv install 3.11`" in said
+    here = dataclasses.replace(environments.HERE, program="/opt/python3.12", version="3.12.1 (main)")
+    monkeypatch.setattr(environments, "find_python", {"3.11": None, "3.12": here}.__getitem__)
+    said = environments.interpreter_mistake(workspace)
+    assert said.endswith(
+        f"nox runs on {version}. This machine has 3.12; run nox on it: "
+        "`/opt/python3.12 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s train`"
+    )
 
 
 def test_tools_run_on_newer_interpreters(environments):
     for version, serves in (("3.14.0", True), ("3.10.0", False)):
         tools = dataclasses.replace(environments.TOOLS, base=python_version(environments, version))
         assert (environments.interpreter_mistake(tools) == "") is serves
+
+
+def test_projects_name_the_supported_pythons():
+    for project in ROOT.glob("*/*/pyproject.toml"):
+        named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project.read_text())
+        assert tuple(named) == pythons.PYTHONS, project
 
 
 def write_python(folder: Path, minor: str) -> Path:
@@ -169,6 +184,13 @@ def test_a_python_is_found_on_path_and_among_pyenvs_versions(tmp_path, monkeypat
     ]
     with pytest.raises(FailedError, match=r"no Python 3\.72 on PATH, .*`pyenv install 3\.72`"):
         pythons.needed_python(Session(), "3.72")
+
+
+def test_other_pythons_leave_out_the_one_that_nox_runs_on(environments, monkeypatch):
+    here = dataclasses.replace(environments.HERE, version="3.12.1 (main)")
+    monkeypatch.setattr(pythons, "HERE", here)
+    monkeypatch.setattr(pythons, "find_python", {"3.11": None, "3.13": here}.__getitem__)
+    assert pythons.other_pythons() == (["3.13"], ["3.11"])
 
 
 def test_each_python_has_environments_of_its_own(environments, tmp_path, monkeypatch):

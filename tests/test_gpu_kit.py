@@ -225,7 +225,7 @@ def test_a_report_of_another_machine_is_not_continued(tmp_path: Path) -> None:
     report.Report(file, KNOWN, is_fresh=False).add(GROUP, {"row": "4k", "values": {"tokens_per_s": 1.0}})
     assert report.Report(file, KNOWN, is_fresh=False).done == {"ours-4b/4k"}
     other = {**KNOWN, "device": "NVIDIA A100"}
-    with pytest.raises(ValueError, match=r"device 'NVIDIA H200', now 'NVIDIA A100'\. Begin anew with --fresh"):
+    with pytest.raises(ValueError, match=r"device 'NVIDIA H200', now 'NVIDIA A100'\. Start over with --fresh"):
         report.Report(file, other, is_fresh=False)
     assert report.Report(file, other, is_fresh=True).done == set()
     mended = report.Report(file, {**KNOWN, "sources": "def"}, is_fresh=False)

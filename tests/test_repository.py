@@ -20,7 +20,7 @@ def project_id(path: Path) -> str:
 
 @pytest.mark.parametrize("project", PROJECTS, ids=project_id)
 def test_project_is_laid_out_like_the_others(project: Path):
-    for name in ("README.md", "CHANGELOG.md", "LICENSE", "changes", "src", "tests"):
+    for name in ("README.md", "CHANGELOG.md", "LICENSE", "changes/.gitignore", "src", "tests"):
         assert (project / name).exists(), f"{project.name} has no {name}"
     assert (project / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import nox
 
-from tooling.pythons import HERE, PYTHONS, Interpreter
+from tooling.pythons import HERE, PYTHONS, Interpreter, find_python
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rl-core", "rl-rollout", "rl-distill", "rl-metrics")
@@ -93,7 +93,7 @@ def editable(*requirements: str) -> tuple[str, ...]:
 
 TOOLS = Environment(
     name="tools",
-    cost="60 MB to download, 15 s",
+    cost="100 MB to download, 0.4 GB on disk, a minute",
     steps=(("--no-deps", "-r", "locks/dev.txt"),),
     inputs=("locks/dev.txt",),
 )
@@ -141,6 +141,12 @@ AGENTS = Environment(
     cost="0.4 GB to download, 1.1 GB on disk, about a minute",
     steps=(("--no-deps", "-r", "locks/agents.txt"),),
     inputs=("locks/agents.txt",),
+)
+DOCS = Environment(
+    name="docs",
+    cost="50 MB to download, 15 s",
+    steps=(("--no-deps", "-r", "locks/docs.txt"),),
+    inputs=("locks/docs.txt",),
 )
 
 
@@ -212,10 +218,13 @@ def interpreter_mistake(environment: Environment) -> str:
     allowed = [int(python.split(".")[1]) for python in PYTHONS]
     if minor in allowed or (minor > max(allowed) and not any(TORCH in step for step in environment.steps)):
         return ""
+    found = next(filter(None, map(find_python, PYTHONS)), None)
+    get = "Get one (`apt-get install python3.11-venv`, `pyenv install 3.11`, `uv python install 3.11`), and run nox on"
+    advice, program = (f"This machine has {found.minor}; run nox on", found.program) if found else (get, "python3.11")
+    command = f"{program} -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s train"
     return (
         f".nox/{environment.name} needs Python {', '.join(PYTHONS[:-1])} or {PYTHONS[-1]}; nox runs on {version}. "
-        "Get one (`apt-get install python3.11-venv`, `pyenv install 3.11` or `uv python install 3.11`), and run nox on "
-        "it: `python3.11 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s train`"
+        f"{advice} it: `{command}`"
     )
 
 
@@ -223,7 +232,7 @@ def interpreter_mistake(environment: Environment) -> str:
 def only_one(session: nox.Session, environment: Environment) -> Iterator[None]:
     """Let one nox at a time make an environment; the others wait for it."""
     environment.folder.parent.mkdir(exist_ok=True)
-    with environment.folder.with_suffix(".lock").open("w") as file:
+    with (environment.folder.parent / f"{environment.name}.lock").open("w") as file:
         os.set_inheritable(file.fileno(), True)  # a pip that outlives a killed nox still holds it
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

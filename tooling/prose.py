@@ -53,7 +53,7 @@ def python_lines(file: str, source: str) -> Iterator[Line]:
     """The prose in a Python file, a paragraph for each docstring entry and each message."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
-            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "`x`" for part in node.values)
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "x1" for part in node.values)
             for part in node.values:
                 if isinstance(part, ast.Constant):
                     part.value = ""  # walked again on its own
@@ -76,7 +76,7 @@ def is_prose(text: str) -> bool:
 
 def paragraph_line(line: str, file: str, number: int) -> Iterator[Line]:
     """A docstring's line as Markdown: names as code, and each entry of a section a paragraph of its own."""
-    if line in ("Args:", "Returns:", "Raises:", "Yields:", "Attributes:"):
+    if line in ("Args:", "Returns:", "Raises:", "Yields:", "Attributes:") or line.startswith(("->", "<-")):
         yield "", file, number
         return
     if entry := FIELD.match(line):

@@ -10,7 +10,7 @@ from pathlib import Path
 import nox
 
 PYTHONS = ("3.11", "3.12", "3.13")
-"""Everything in locks/cpu.txt runs on these; megatron-core refuses newer ones."""
+"""Everything in locks/cpu.txt runs on these; megatron-core has no wheels for newer ones."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,14 @@ def find_python(minor: str) -> Interpreter | None:
     """Look for a CPython such as "3.12": where nox runs, on PATH, in pyenv's versions, then in uv's.
 
     Raises:
-        ImportError: nox is too old to bring python-discovery.
+        ImportError: nox is too old to bring the library python-discovery.
     """
     if minor == HERE.minor:
         return HERE
-    from python_discovery import get_interpreter  # an old nox has no such library, and makes environments without it
-
+    try:
+        from python_discovery import get_interpreter
+    except ImportError as error:
+        raise ImportError("nox is too old to find other Pythons: python -m pip install --upgrade nox") from error
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     folders = [os.environ.get("PATH", os.defpath), *map(str, sorted(pyenv.glob("versions/*/bin")))]
     env = {**os.environ, "PATH": os.pathsep.join(folders)}
@@ -56,8 +58,17 @@ def needed_python(session: nox.Session, minor: str) -> Interpreter:
     """As `find_python`; the session ends where there is none."""
     found = find_python(minor)
     if found is None:
-        session.error(
-            f"There is no Python {minor} on PATH, among pyenv's versions or among uv's. "
-            f"Get one with `pyenv install {minor}` or `uv python install {minor}`."
-        )
+        session.error(f"There is no Python {minor} on PATH, in pyenv or in uv; {how_to_get(minor)}")
     return found
+
+
+def other_pythons() -> tuple[list[str], list[str]]:
+    """The supported Pythons that nox does not run on: those that are here, and those that are not."""
+    others = [minor for minor in PYTHONS if minor != HERE.minor]
+    found = [minor for minor in others if find_python(minor)]
+    return found, [minor for minor in others if minor not in found]
+
+
+def how_to_get(minor: str) -> str:
+    """Advice for one that is not here."""
+    return f"get it with `pyenv install {minor}` or `uv python install {minor}`."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -79,7 +80,7 @@ class Job:
     @property
     def log(self) -> Path:
         """File with its output."""
-        return LOGS / f"{'-'.join(word.strip('-') for word in (self.session, *self.words))}.txt"
+        return LOGS / (re.sub(r"[^\w.]+", "-", self.name) + ".txt")
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start it in its own session, so that Ctrl-C reaches it only once, from `end`."""

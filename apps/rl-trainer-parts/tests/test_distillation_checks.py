@@ -167,8 +167,8 @@ def test_a_pool_that_does_not_add_up_is_refused_with_what_others_have(folder: Pa
     }
     cluster = {"cluster.kind": "process", "cluster.cpus_per_rank": 0.25, "cluster.gpus_per_rank": 0}
     (problem,) = problems(folder, {"distillation.teachers": teachers, **cluster})
-    assert problem.startswith(f"distillation.teachers.second sets 1 x {CPUS} CPUs and 0 GPUs aside")
-    assert "of which the learner 1 x 0.25 CPUs and 0 GPUs; teacher 'first' 1 x 0.75 CPUs and 0 GPUs" in problem
+    assert problem.startswith(f"distillation.teachers.second reserves 1 x {CPUS} CPUs and 0 GPUs")
+    assert "(reserved: the learner 1 x 0.25 CPUs and 0 GPUs; teacher 'first' 1 x 0.75 CPUs and 0 GPUs)" in problem
     assert "room for 0 of 1" in problem
 
 

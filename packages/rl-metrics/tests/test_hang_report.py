@@ -343,6 +343,7 @@ def test_a_report_is_read_as_it_was_written(tmp_path):
     assert json.loads((tmp_path / HANG_FILE).read_text())["roles"][0]["waits"][0]["on"] == "reward judge"
 
 
+@pytest.mark.one_python("it cuts 40 MB of text")
 def test_sizes_are_bounded_and_what_json_lacks_is_left_out(tmp_path):
     roles = tuple(
         waits(

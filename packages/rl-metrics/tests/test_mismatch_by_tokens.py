@@ -14,6 +14,7 @@ EXACT = Facts(engine_dtype="float32", learner_dtype="float32")
 ROUNDED = Facts(engine_dtype="bfloat16", learner_dtype="float32")
 SHORT = {"steps": 12, "tokens": 6}
 LONG = {"steps": 30, "tokens": 24}
+pytestmark = pytest.mark.one_python("its work is numpy's")
 
 
 def judge(facts, **options):

@@ -1,4 +1,4 @@
-"""What annotations say that a value must be: the rules of records and of functions."""
+"""Rules that type annotations set for the fields of records and the arguments of functions."""
 
 import sys
 import types
@@ -15,19 +15,19 @@ from rl_core.errors import DataError, ShapeError
 from rl_core.secret_settings import redact_option
 
 Fit = Callable[[Any], Any]
-"""Gives a value as it is held; raises where it cannot."""
+"""Returns the converted value; raises if the value does not fit."""
 KindT = TypeVar("KindT")
 NONE = type(None)
 SHOWN_CHARS = 80
 
 
 class Axes:
-    """Names of an array's axes; axes of one name are equally long in a record."""
+    """Names of an array's axes; axes with the same name have the same length within a record."""
 
     __slots__ = ("names",)
 
     def __init__(self, *names: str) -> None:
-        """Such as Axes("T", "K")."""
+        """Store the names, for example Axes("T", "K")."""
         self.names = names
 
     def __str__(self) -> str:
@@ -35,13 +35,13 @@ class Axes:
 
 
 class Rule(NamedTuple):
-    """What a value must be.
+    """The rule for one value.
 
     Attributes:
-        expected: For messages, after "must be".
-        exact: Types of values that fit, whatever they are.
-        fit: For values of other types.
-        axes: Of an array or a tensor; None for what is none.
+        expected: Text that follows "must be" in error messages.
+        exact: Types whose values always fit.
+        fit: Converts values of other types.
+        axes: Axes of an array or tensor; None for other values.
     """
 
     expected: str
@@ -50,7 +50,7 @@ class Rule(NamedTuple):
     axes: Axes | None = None
 
     def refusal(self, name: str, value: Any, who: str, error: type[Exception], reason: Exception) -> Exception:
-        """What is raised where `fit` raised, which a value of the user's own can do in any way."""
+        """The error to raise when `fit` raised; a user's own type can raise any exception."""
         made = [kind.__name__ for kind in self.exact if self.axes is None and hasattr(kind, "from_padded")]
         advice = f" Make one with {made[0]}.from_padded(...)." if made else None
         return (ShapeError if self.axes is not None else error)(
@@ -59,7 +59,7 @@ class Rule(NamedTuple):
 
 
 class _ItemError(TypeError):
-    """One value of several does not fit."""
+    """One item of a collection does not fit."""
 
 
 def _refusal(who: str, expected: str, value: Any, reason: Exception, *, advice: str | None = None) -> str:
@@ -69,7 +69,7 @@ def _refusal(who: str, expected: str, value: Any, reason: Exception, *, advice: 
 
 
 def seen(name: str, value: Any) -> str:
-    """An array by its dtype and shape, else what it says of itself, cut and without secrets, and its type."""
+    """An array's dtype and shape; for other values, the shortened repr without secrets, and the type."""
     try:
         if getattr(value, "shape", ()) and hasattr(value, "dtype"):
             return f"{value.dtype} of shape {list(value.shape)}"
@@ -80,7 +80,7 @@ def seen(name: str, value: Any) -> str:
 
 
 def advice_for(value: Any) -> str:
-    """What makes a tensor one that numpy can read, as a sentence; nothing where it can."""
+    """A sentence on how to make a tensor readable by numpy; empty if it already is."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
         return ""
@@ -97,7 +97,7 @@ def advice_for(value: Any) -> str:
 
 
 def known_rules(kind: Any, names: Iterable[str]) -> dict[str, Rule]:
-    """Those of a record's fields, or of a function's parameters, where their annotations say something."""
+    """Return the rules of a record's fields or a function's parameters; annotations without a rule are omitted."""
     try:
         hints = get_type_hints(kind, include_extras=True)
     except NameError:  # one is imported for type checks alone
@@ -107,7 +107,7 @@ def known_rules(kind: Any, names: Iterable[str]) -> dict[str, Rule]:
 
 
 def rule_of(hint: Any) -> Rule | None:
-    """The rule that an annotation means; None where anything goes."""
+    """Return the rule of an annotation; None if it accepts any value."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         marks = [mark for mark in hint.__metadata__ if isinstance(mark, Axes)]
@@ -166,10 +166,10 @@ def _array_rule(hint: Any, axes: Axes) -> Rule:
 
 
 def several(values: Iterable[KindT], kind: type[KindT], name: str) -> list[KindT]:
-    """Records of one kind.
+    """Return a sequence of records of one kind as a list.
 
     Raises:
-        DataError: It is a single one, or some are something else, such as a dict of a record's fields.
+        DataError: The value is a single record, or an item has another type, such as a dict of a record's fields.
     """
     what = f"{name} must be a list, each a {kind.__name__}"
     if isinstance(values, kind):
@@ -185,25 +185,25 @@ def several(values: Iterable[KindT], kind: type[KindT], name: str) -> list[KindT
 
 
 def expect(value: Any, name: str, *kinds: Any) -> None:
-    """Refuse what is of another kind.
+    """Raise an error if a value has another type.
 
     Raises:
-        DataError: It is; the message names both.
+        DataError: The type differs; the message names both types.
     """
     if not isinstance(value, kinds):
         raise DataError(f"{name} must be a {' or a '.join(one.__name__ for one in kinds)}; found {seen(name, value)}.")
 
 
 def array_of(value: Any, *, who: str, dtype: Any = None) -> NDArray[Any]:
-    """A value of many numbers as an array.
+    """Convert a value to an array.
 
     Args:
         value: An array, a tensor or lists.
-        who: It, for the message: "column 'reward'".
+        who: Name of the value in error messages, such as "column 'reward'".
         dtype: None keeps the value's own.
 
     Raises:
-        ShapeError: It cannot become one, or not of that dtype.
+        ShapeError: The value cannot become an array of that dtype.
     """
     try:
         array: NDArray[Any] = np.asarray(value)
@@ -213,7 +213,7 @@ def array_of(value: Any, *, who: str, dtype: Any = None) -> NDArray[Any]:
 
 
 def converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """An array with another dtype; floats are rounded, everything else must stay what it is."""
+    """Convert an array to another dtype; floats are rounded, all other values must not change."""
     kinds = array.dtype.kind + dtype.kind
     if kinds[0] not in "biuf" or kinds in ("bi", "bu"):
         raise TypeError
@@ -255,7 +255,7 @@ def _union_rule(rules: Sequence[Rule | None]) -> Rule | None:
 
 
 def _collection_rule(kind: Any, parts: tuple[Any, ...]) -> Rule:
-    """Of tuples, lists, sets and sequences; a tuple of a fixed length has an annotation for each place."""
+    """The rule for tuples, lists, sets and sequences; a tuple of fixed length has an annotation per item."""
     is_fixed = kind is tuple and ... not in parts
     rules = [rule_of(part) for part in parts if part is not ...]
     made = kind if kind in (frozenset, list) else tuple
@@ -295,7 +295,7 @@ def _mapping_rule(of_keys: Rule | None, of_values: Rule | None) -> Rule:
 
 
 def _item(value: Any, rule: Rule | None, at: object) -> Any:
-    """A value as it is held; one that does not fit is named by its place in a mapping or sequence."""
+    """Convert one item; an error names its key or index in the collection."""
     try:
         return value if rule is None or type(value) in rule.exact else rule.fit(value)
     except OverflowError:
@@ -331,4 +331,4 @@ PLAIN: dict[Any, Rule] = {
     NONE: _plain("None", NONE, _only(lambda value: value is None)),
     Path: _plain("a path", Path, Path),
 }
-"""For an annotation alone."""
+"""Rules of plain types."""

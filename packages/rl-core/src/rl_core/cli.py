@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes the process's.
 
     Returns:
-        The exit status: 0, or 2 when the directory is no queue, is damaged, or of another format version.
+        The exit status: 0, or 2 if the directory is not a queue, is damaged, or has another format version.
     """
     arguments = _parser().parse_args(argv)
     limit = arguments.limit

@@ -1,16 +1,16 @@
-"""Every error that the packages raise on purpose; each is also the standard error it resembles."""
+"""Errors that the packages raise; each also derives from a matching standard exception."""
 
 
 class RLError(Exception):
-    """Base of all errors raised on purpose by this project."""
+    """Base class of all errors that this project raises."""
 
 
 class ShapeError(RLError, ValueError):
-    """An array or tensor has a shape or dtype other than the one documented."""
+    """An array or tensor has an unexpected shape or dtype."""
 
 
 class SettingsError(RLError, ValueError):
-    """A user's setting is impossible; the message names the setting and what to do."""
+    """A setting is invalid; the message names the setting and how to fix it."""
 
 
 class DataError(RLError, ValueError):
@@ -18,75 +18,75 @@ class DataError(RLError, ValueError):
 
 
 class UnknownColumnError(DataError):
-    """A column is not in the table of columns, nor declared in this process."""
+    """A column is neither built in nor declared in this process."""
 
 
 class NotReadyError(RLError, RuntimeError):
-    """An object was used before it was started, or after it was closed."""
+    """An object was used before it started or after it closed."""
 
 
 class DeadlineError(RLError, TimeoutError):
-    """A wait ran out of time; the message names who waited for what, and since when."""
+    """A wait exceeded its deadline; the message names who waited, for what, and for how long."""
 
 
 class NothingToLeaseError(RLError, LookupError):
-    """A lease asked for rows that will never come: nothing was issued that is not acked or dropped."""
+    """A lease can never be served: every issued prompt is acked or dropped."""
 
 
 class OutdatedLeaseError(RLError, RuntimeError):
-    """A lease was acked or extended after it had expired, been released or been acked."""
+    """A lease was used after it expired, was released or was acked."""
 
 
 class AlreadySettledError(DataError):
-    """A session was put or failed a second time; what was there first stays."""
+    """A session was put or failed twice; the first result is kept."""
 
 
 class SegmentError(RLError, ValueError):
-    """A stored or received segment is torn, has a wrong checksum, or asks for what cannot be."""
+    """A stored or received segment is truncated, has a wrong checksum, or has invalid contents."""
 
 
 class UndeclaredColumnError(SegmentError, DataError):
-    """A segment has a column that this process has not declared; the segment may be sound."""
+    """A segment has a column that this process has not declared; the segment itself may be intact."""
 
 
 class JournalError(RLError, OSError):
-    """A queue's directory cannot be written or read; the message says what the file system or SQLite said."""
+    """A queue's directory cannot be read or written; the message includes the error of the file system or SQLite."""
 
 
 class WeightProofError(RLError, RuntimeError):
-    """An engine's weights are not the learner's; `tensor` is the first that differs.
+    """An engine's weights differ from the learner's; `tensor` is the first that differs.
 
     Attributes:
-        tensor: Hugging Face name of the first differing tensor, or None when only the canary differs.
+        tensor: Hugging Face name of the first differing tensor; None if only the canary differs.
     """
 
     def __init__(self, message: str, *, tensor: str | None = None) -> None:
-        """Keep the tensor's name beside the message."""
+        """Store the message and the tensor's name."""
         super().__init__(message)
         self.tensor = tensor
 
 
 class RoleError(RLError, RuntimeError):
-    """A role raised or died; the message carries its name, rank and remote traceback.
+    """A role raised or died; the message includes its name, rank and remote traceback.
 
     Attributes:
-        role: Name of the role, where one is meant.
-        rank: Which of several equal roles.
+        role: Name of the role, if known.
+        rank: Rank of the role within its group, if known.
     """
 
     def __init__(self, message: str, *, role: str | None = None, rank: int | None = None) -> None:
-        """Keep who it was beside the message."""
+        """Store the message, the role's name and its rank."""
         super().__init__(message)
         self.role = role
         self.rank = rank
 
 
 class RoleDiedError(RoleError):
-    """A role's process ended while it was needed; the message says how, and what it printed last."""
+    """A role's process ended unexpectedly; the message includes how it ended and its last output."""
 
 
 class TransferError(RLError, ConnectionError):
-    """Weights could not be sent or received: the other side is gone, or refused."""
+    """Weights could not be sent or received: the other side ended or refused."""
 
 
 class EngineError(RLError, RuntimeError):
@@ -94,40 +94,40 @@ class EngineError(RLError, RuntimeError):
 
 
 class EngineDiedError(EngineError):
-    """An engine serves no more: it failed, or its process ended. Another one may serve the request."""
+    """An engine failed or its process ended; another engine may serve the request."""
 
 
 class WeightsGoneError(EngineError):
-    """The weights of an update are gone: who packed them has ended, or closed their transport. Publish others."""
+    """The weights of an update no longer exist: their sender ended or closed the transport. Publish new ones."""
 
 
 class TeacherError(RLError, RuntimeError):
     """A teacher cannot score, or its scores cannot be trained on.
 
     Attributes:
-        teacher: Its name, where one is meant.
+        teacher: Name of the teacher, if known.
     """
 
     def __init__(self, message: str, *, teacher: str | None = None) -> None:
-        """Keep whose fault it was beside the message."""
+        """Store the message and the teacher's name."""
         super().__init__(message)
         self.teacher = teacher
 
 
 class ToolError(RLError, RuntimeError):
-    """A tool, or the server that has it, cannot do what the model asked; the message is for the model."""
+    """A tool or its server cannot serve a call; the message is meant for the model."""
 
 
 class RolloutError(RLError, RuntimeError):
-    """Rollouts gave nothing to go on with."""
+    """No rollout returned rows that can be trained on."""
 
 
 class HangError(RLError, TimeoutError):
-    """Nothing has happened for too long; the message says who waits for whom."""
+    """The run made no progress for too long; the message says which role waits for which."""
 
 
 class CheckpointError(RLError, RuntimeError):
-    """A checkpoint is missing, torn, or belongs to another model."""
+    """A checkpoint is missing, incomplete, or belongs to another model."""
 
 
 class CacheError(RLError, RuntimeError):
@@ -135,19 +135,19 @@ class CacheError(RLError, RuntimeError):
 
 
 class CacheMismatchError(CacheError):
-    """A stored entry was made under other circumstances than the present ones; the message lists what differs."""
+    """A stored entry was made with other settings or inputs; the message lists the differences."""
 
 
 class BrokenEntryError(CacheError):
-    """A stored entry is torn, hostile, or no entry.
+    """A stored entry is incomplete, malicious, or not an entry.
 
     Attributes:
-        path: Of the file or folder that is not as it must be.
-        reason: What it must be, and what it is.
+        path: The invalid file or folder.
+        reason: What was expected and what was found.
     """
 
     def __init__(self, path: str, reason: str) -> None:
-        """Name the place and the reason."""
+        """Build the message from the path and the reason."""
         super().__init__(f"{path}: {reason}")
         self.path = path
         self.reason = reason
@@ -157,4 +157,4 @@ class BrokenEntryError(CacheError):
 
 
 class MissingExtraError(RLError, ImportError):
-    """An optional dependency is not installed; the message names the extra that brings it."""
+    """An optional dependency is not installed; the message names the extra to install."""

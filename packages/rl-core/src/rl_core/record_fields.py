@@ -1,4 +1,4 @@
-"""Records, whose fields are converted where nothing is lost, and else refused where a record is made.
+"""Dataclasses that convert field values without loss, and raise an error for values that do not fit.
 
     @record
     class Scores:
@@ -6,10 +6,10 @@
         token_ids: Annotated[NDArray[np.int32], Axes("T")]
         logprobs: Annotated[NDArray[np.float32], Axes("T")]
 
-Annotations are the rules. A list becomes the array, the tensor, the tuple or the set that the field holds, 3.0 an int
-where an int is meant, a numpy number Python's, a text a `Path`. A text in the place of several texts, a bool in the
-place of an int and a number that changes are refused. What an annotation leaves open (`Any`, callables, protocols) is
-not looked at. `converts_arguments` does the same for the arguments of a function.
+The annotations are the rules. A list becomes the array, tensor, tuple or set that the field declares; 3.0 becomes an
+int, a numpy number a Python number, and a string a `Path`. A single string for a sequence of strings, a bool for an
+int, and a number that would change are errors. Open annotations (`Any`, callables, protocols) are not checked.
+`converts_arguments` does the same for function arguments.
 """
 
 import inspect
@@ -33,23 +33,23 @@ MAX_KNOWN = 64
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def record(kind: type[RecordT]) -> type[RecordT]:
-    """A frozen, slotted, keyword-only dataclass that converts or refuses its fields, before its own `__post_init__`.
+    """Make a frozen, slotted, keyword-only dataclass that converts and checks its fields before its `__post_init__`.
 
     Raises:
-        ShapeError: Where one is made: an array has another shape, another kind of values, or values that change.
-        DataError: Another field is not what its annotation says.
+        ShapeError: At construction: an array has another shape or kind of values, or values that would change.
+        DataError: At construction: another field does not match its annotation.
     """
     return dataclass(frozen=True, slots=True, kw_only=True)(_checked(kind, DataError))
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def settings_record(kind: type[RecordT]) -> type[RecordT]:
-    """As `record`, for options: what is refused is a SettingsError."""
+    """Make a record as `record` does, with SettingsError for every refused field."""
     return dataclass(frozen=True, slots=True, kw_only=True)(_checked(kind, SettingsError))
 
 
 def record_tuple(kind: type[TupleT]) -> type[TupleT]:
-    """The same for a NamedTuple; its `_make` does not look."""
+    """Convert and check the fields of a NamedTuple; its `_make` does not check."""
     make: Any = kind.__new__
 
     def new(made_of: Any, *values: Any, **named: Any) -> Any:
@@ -62,11 +62,11 @@ def record_tuple(kind: type[TupleT]) -> type[TupleT]:
 
 
 def converts_arguments(function: FunctionT) -> FunctionT:
-    """The function, which converts or refuses its arguments as a record does its fields.
+    """Wrap a function so that it converts and checks its arguments as a record does its fields.
 
     Raises:
-        ShapeError: At a call: an array or a tensor is given as something that cannot become one.
-        DataError: Another argument is not what its annotation says.
+        ShapeError: At a call: an argument cannot become the declared array or tensor.
+        DataError: At a call: another argument does not match its annotation.
     """
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
@@ -94,7 +94,7 @@ def converts_arguments(function: FunctionT) -> FunctionT:
 
 
 class _Rules:
-    """Those of a record's fields; looks only at values whose type does not say that they fit."""
+    """The rules of a record's fields; values whose type already fits are not inspected."""
 
     def __init__(self, kind: Any) -> None:
         rules = known_rules(kind, _names_of(kind))
@@ -108,7 +108,7 @@ class _Rules:
         self._to_look_at: dict[tuple[type, ...], list[tuple[int, str, Rule]]] = {}
 
     def changes(self, made: Any, error: type[Exception]) -> list[tuple[str, Any]]:
-        """The fields that must be held otherwise than they were given."""
+        """Return the fields whose converted value differs from the given one."""
         values = self._values(made)
         kinds = tuple(map(type, values))
         looks = self._to_look_at.get(kinds)
@@ -128,7 +128,7 @@ class _Rules:
         return changed
 
     def check_lengths(self, made: Any) -> None:
-        """Refuse arrays whose axes of one name differ."""
+        """Raise an error if axes with the same name differ in length."""
         arrays = self._arrays(made)
         if self._are_alike and len({getattr(array, "shape", None) for array in arrays}) == 1:
             return
@@ -166,7 +166,7 @@ def _names_of(kind: Any) -> Sequence[str]:
 
 
 def _who(made: Any, *, until: str) -> str:
-    """Such as Trajectory(prompt_uid='p7', session_index=3): the names and numbers that a record begins with."""
+    """The record's leading names and numbers, such as Trajectory(prompt_uid='p7', session_index=3)."""
     said = []
     for name in _names_of(type(made)):
         value = getattr(made, name)

@@ -1,6 +1,6 @@
-"""Parts found by name: built in, or brought by another installed package through an entry point.
+"""Registries of parts by name: built in, or added by an installed package through an entry point.
 
-A package adds a policy loss in its pyproject.toml, for example, and is then found by the names that it gives:
+For example, a package adds a policy loss by name in its pyproject.toml:
 
     [project.entry-points."rl_distill.policy_losses"]
     my_loss = "my_package.losses:my_loss"
@@ -19,19 +19,19 @@ PartT = TypeVar("PartT")
 
 
 class Registry(Generic[PartT]):
-    """Parts of one kind by name; nothing is imported from other packages before its name is asked for.
+    """Parts of one kind by name; another package is imported only when one of its parts is requested.
 
     Attributes:
-        kind: What a part is, for messages, such as "agent loop".
+        kind: Kind of part for error messages, such as "agent loop".
     """
 
     def __init__(self, kind: str, builtin: Mapping[str, PartT | str], *, group: str | None = None) -> None:
-        """Name the parts.
+        """Register the built-in parts.
 
         Args:
-            kind: What a part is.
-            builtin: Parts by name; a string is "module:attribute", imported when it is asked for.
-            group: Entry point group in which other packages offer theirs; None keeps the registry closed.
+            kind: Kind of part, for error messages.
+            builtin: Parts by name; a string is "module:attribute", imported on first use.
+            group: Entry point group for parts of other packages; None allows only built-in parts.
         """
         self.kind = kind
         self._builtin = dict(builtin)
@@ -42,14 +42,14 @@ class Registry(Generic[PartT]):
         return f"Registry({self.kind}: {', '.join(self.names())})"
 
     def names(self) -> list[str]:
-        """Every name that `get` knows, sorted."""
+        """Return every name that `get` accepts, sorted."""
         return sorted({*self._builtin, *(point.name for point in self._entry_points())})
 
     def get(self, name: str) -> PartT:
-        """The part of this name.
+        """Return the part with this name.
 
         Raises:
-            SettingsError: Nothing has this name, several packages offer it, or its package cannot be imported.
+            SettingsError: No part has this name, several packages define it, or its package cannot be imported.
         """
         offered = {point.value: point for point in self._entry_points() if point.name == name}
         if len(offered) + (name in self._builtin) > 1:
@@ -71,20 +71,20 @@ class Registry(Generic[PartT]):
             raise SettingsError(f"{self.kind} {name!r} cannot be loaded from {place}: {error}.") from error
 
     def _entry_points(self) -> Iterable[EntryPoint]:
-        """Those of now: reading every installed package takes 20 ms, so they are kept while the path is the same."""
+        """Return the current entry points, cached while sys.path is unchanged: reading all packages takes 20 ms."""
         if self._group and self._offered[0] != sys.path:
             self._offered = (list(sys.path), list(entry_points(group=self._group)))
         return self._offered[1]
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Message for a name that nothing has: the nearest, and all known ones."""
+    """Return an error message for an unknown name, with the nearest name and all known names."""
     names = sorted(known)
     return f"unknown {kind} {name!r}.{nearest_name(name, names)} Known: {', '.join(names) or 'none'}."
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """A hint such as " Did you mean 'x'?", or an empty string when nothing is near."""
+    """Return a hint such as " Did you mean 'x'?", or an empty string if no name is similar."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
 

@@ -1,8 +1,8 @@
-"""Settings that are secrets: read from the environment where they are used, and written nowhere.
+"""Secret settings, which are read from the environment at use and never written to files.
 
-Secret are the values below `headers` and `env`, those whose name says so, such as `api_key` or `password`, and
-passwords and keys in URLs. A reference, `"$NAME"` or `"Bearer $NAME"`, names an environment variable; all else is a
-literal secret.
+Secrets are values below `headers` and `env`, values with names such as `api_key` or `password`, and passwords and keys
+in URLs. A reference such as `"$NAME"` or `"Bearer $NAME"` names an environment variable; any other value is a literal
+secret.
 """
 
 import os
@@ -13,10 +13,10 @@ from typing import Any, TypeVar, cast
 from rl_core.errors import SettingsError
 
 REDACTED = "(redacted)"
-"""Stands for a literal secret in what is written or shown."""
+"""Replaces a literal secret in written or displayed text."""
 
 MIN_HIDDEN = 6
-"""Shorter values, such as "1" or "C", are no secrets that could be told in a text."""
+"""Minimum length of a value that is hidden in text; shorter ones, such as "1", would match by chance."""
 
 _TABLES = ("headers", "env")
 _NAME = re.compile(
@@ -34,11 +34,11 @@ ValueT = TypeVar("ValueT")
 
 
 def resolve_secrets(values: ValueT, *, where: str) -> ValueT:
-    """Settings with each reference in a secret's place replaced by its environment variable.
+    """Return the settings with every secret's reference replaced by its environment variable.
 
     Args:
-        values: Tables and lists of plain values; other text is left as it is, with dollar signs and all.
-        where: What they are settings of, for messages.
+        values: Tables and lists of plain values; text outside of secrets is unchanged, dollar signs included.
+        where: Name of the settings in error messages.
 
     Raises:
         SettingsError: A variable is not set.
@@ -60,11 +60,11 @@ def resolve_secrets(values: ValueT, *, where: str) -> ValueT:
 
 
 def redact(values: ValueT, *, keep_references: bool = True) -> ValueT:
-    """Settings as they may be written and shown: without literal secrets.
+    """Return the settings without literal secrets, safe to write and display.
 
     Args:
         values: Tables and lists of plain values.
-        keep_references: False replaces references too, so that only the names of secrets are left to compare.
+        keep_references: False replaces references too, so that comparisons see only the names of secrets.
     """
 
     def redacted(_: str, text: str) -> str:
@@ -74,22 +74,22 @@ def redact(values: ValueT, *, keep_references: bool = True) -> ValueT:
 
 
 def redact_option(name: str, value: Any) -> Any:
-    """One option's value as a message may show it."""
+    """Return one option's value, redacted for a message."""
     return redact({name: value})[name]
 
 
 def hide(text: str, values: Any) -> str:
-    """A text of others, such as an error, without the secrets among these settings."""
+    """Return external text, such as an error, without the secrets in these settings."""
     for secret in sorted(set(_secrets(values)), key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return text
 
 
 def check_headers(headers: Mapping[str, Any], *, where: str) -> None:
-    """Refuse values of HTTP headers that a client would refuse with the value in its message.
+    """Check HTTP header values, so that an HTTP client never prints an invalid one in its error.
 
     Raises:
-        SettingsError: A value is no text, or has a line break or another control character, or spaces at an end.
+        SettingsError: A value is not a string, contains a control character, or begins or ends with a space.
     """
     for name, value in headers.items():
         if not isinstance(value, str) or value != value.strip() or _CONTROL.search(value):
@@ -101,7 +101,7 @@ def check_headers(headers: Mapping[str, Any], *, where: str) -> None:
 
 
 def redacted_names(values: Any, name: str = "") -> Iterator[str]:
-    """Where values are redacted, such as `reward.options.headers.Authorization`: they were read from a run's file."""
+    """Yield the dotted names of redacted values from a run's file, such as `reward.options.headers.Authorization`."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from redacted_names(value, f"{name}.{key}" if name else str(key))
@@ -113,7 +113,7 @@ def redacted_names(values: Any, name: str = "") -> Iterator[str]:
 
 
 def _secrets(values: Any) -> Iterator[str]:
-    """Every literal secret that is long enough to be looked for."""
+    """Yield every literal secret that is long enough to search for."""
     found: list[str] = []
 
     def note(_: str, text: str) -> str:
@@ -127,14 +127,14 @@ def _secrets(values: Any) -> Iterator[str]:
 
 
 def _in_url(match: re.Match[str], name: str, replace: Any) -> str:
-    """A password or a parameter of a URL, replaced where it is a secret."""
+    """Return the replacement of a URL's password or parameter if it is a secret."""
     if match["user"]:
         return f"{match['user']}{replace(name, match['password'])}"
     return f"{match['key']}{replace(name, match['value'])}" if _NAME.fullmatch(match["name"]) else match[0]
 
 
 def _replaced(values: Any, name: str, replace: Any, *, is_secret: bool) -> Any:
-    """A copy, with what `replace(name, text)` gives in the place of each secret."""
+    """Return a copy with each secret replaced by `replace(name, text)`."""
     if isinstance(values, Mapping):
         return {
             key: _replaced(

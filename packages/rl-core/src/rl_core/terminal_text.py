@@ -1,4 +1,4 @@
-"""What commands print: texts that nothing in a file can garble, tables, sizes, versions, and JSON."""
+"""Output of commands: text safe for terminals, tables, sizes, versions and JSON."""
 
 import contextlib
 import importlib.metadata
@@ -17,38 +17,38 @@ MAX_WIDTH = 48
 
 
 def printable(text: str, *, width: int | None = MAX_WIDTH) -> str:
-    """Text in one line without anything that moves a cursor, changes a colour or hides; cut where it is too long."""
+    """Return one line without control sequences or invisible characters, cut if it is too long."""
     shown = "".join(character if _is_plain(character) else _escaped(character) for character in text)
     return shown if width is None or len(shown) <= width else shown[: width - 3] + "..."
 
 
 def escaped(text: str) -> str:
-    r"""A text of any length in one line, with escapes for what cannot be seen (`\n`, `\x1b`, `\u202e`)."""
+    r"""Return the text as one line of any length, with escapes for invisible characters (`\n`, `\x1b`, `\u202e`)."""
     return text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)
 
 
 def escaped_lines(text: str) -> str:
-    """The same with its line ends, for messages that have several lines."""
+    """Escape text as `escaped` does, but keep its line breaks."""
     return "\n".join(map(escaped, text.split("\n")))
 
 
 def escaped_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """A structlog processor for logs that go to a terminal; put it before the renderer."""
+    """Escape the values of a log event; a structlog processor to put before the renderer of a terminal."""
     return {key: escaped_lines(value) if isinstance(value, str) else value for key, value in event.items()}
 
 
 def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A `sys.excepthook` that prints what Python's own does, escaped."""
+    """Print an uncaught exception as Python does, but escaped; for `sys.excepthook`."""
     sys.stderr.write(escaped_lines("".join(traceback.format_exception(kind, error, trace))))
 
 
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str]) -> Iterator[str]:
-    """A table with a line of column names.
+    """Return the lines of a table, with column names first.
 
     Args:
-        columns: Their names.
-        rows: Of cells, one for each column.
-        right: Names of the columns that are aligned to the right.
+        columns: Names of the columns.
+        rows: Rows of cells, one per column.
+        right: Names of the right-aligned columns.
     """
     lines = [columns, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -61,7 +61,7 @@ def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
 
 
 def bytes_text(size: float) -> str:
-    """Bytes in the unit that suits them, such as "1.5 MB"."""
+    """Return a size in bytes in a suitable unit, such as "1.5 MB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -70,7 +70,7 @@ def bytes_text(size: float) -> str:
 
 
 def describe_version(program: str) -> str:
-    """Such as "rl-core 0.1.0", of a program whose distribution has its name."""
+    """Return a program's name and version, such as "rl-core 0.1.0"; its distribution must have the same name."""
     try:
         return f"{program} {importlib.metadata.version(program)}"
     except importlib.metadata.PackageNotFoundError:
@@ -78,15 +78,15 @@ def describe_version(program: str) -> str:
 
 
 def json_text(document: Json) -> str:
-    """One JSON object, in which no control character is left as it is."""
+    """Return a JSON object as text, with every control character escaped."""
     return json.dumps(document, indent=2).replace("\x7f", "\\u007f") + "\n"
 
 
 def write_out(text: str) -> None:
-    """Write to standard output, characters that it does not have written out.
+    """Write to standard output, with escapes for characters that its encoding lacks.
 
     Raises:
-        BrokenPipeError: The reader has gone away, as `head` does; what is still written goes nowhere, quietly.
+        BrokenPipeError: The reader closed the pipe, as `head` does; later output is silently dropped.
     """
     encoding = sys.stdout.encoding or "utf-8"
     try:

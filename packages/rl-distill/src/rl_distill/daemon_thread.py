@@ -1,4 +1,4 @@
-"""Work in a thread that ends with the process."""
+"""Run work in a daemon thread."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,9 +9,9 @@ Result = TypeVar("Result")
 
 
 def in_daemon_thread(work: Callable[[], Result], *, name: str) -> Future[Result]:
-    """Begin work in a thread of its own that ends with the process; an executor's would be waited for then.
+    """Run work in a daemon thread, which does not keep the process alive as an executor's threads would.
 
-    What it gives cannot be cancelled.
+    The returned future cannot be cancelled.
     """
     found: Future[Result] = Future()
     found.set_running_or_notify_cancel()

@@ -1,4 +1,4 @@
-"""What every learner does: logprobs, optimizer steps, weights, checkpoints."""
+"""Protocols of learners: logprobs, optimizer steps, weights, checkpoints."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import field
@@ -27,13 +27,14 @@ __all__ = [
 ]
 
 MetricSums = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""For each metric the pair (weighted sum, weight), both scalar tensors, so that micro-batches and ranks add up. Of a
-metric whose name ends in `_min` or `_max` the pair (extreme, number of values); the extreme of all counts."""
+"""By metric, the pair (weighted sum, weight), both scalar tensors; micro-batches and ranks are summed. A metric whose
+name ends in `_min` or `_max` has the pair (extreme, number of values) and reduces to the extreme.
+"""
 
 
 @record
 class MicroBatch:
-    """Whole trajectories packed end to end; everything is on the learner's device.
+    """Whole trajectories packed end to end, with all tensors on the learner's device.
 
     Attributes:
         input_ids: [T] int64.
@@ -55,24 +56,25 @@ Objective = Callable[[torch.Tensor, torch.Tensor | None, MicroBatch], tuple[torc
 
 
 ValueLoss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, MetricSums]]
-"""(values [T], micro-batch) -> (loss, metric sums), as an `Objective` of a critic."""
+"""(values [T], micro-batch) -> (loss, metric sums): the `Objective` of a critic."""
 
 
 @record
 class StepResult:
-    """What one optimizer step did.
+    """Result of one optimizer step.
 
     Attributes:
-        step: Optimizer steps done, this one among them.
-        loss: The objective over the whole global batch.
+        step: Optimizer steps done, including this one.
+        loss: Loss over the whole global batch.
         grad_norm: Global norm before clipping.
-        learning_rate: Used by this step.
-        metrics: Weighted means of the objective's metric sums, and its extremes.
-        is_applied: False where loss or gradient norm is not finite: the step was skipped, the weights stay.
-        broken_rows: Rows of the batch in which something is not finite, where that was found out.
-        tokens: Of each trained token of the batch, aligned with input_ids and 0 elsewhere, float32: "policy_logprobs",
-            before the update, and "entropy". Empty unless they were asked for.
-        computed_tokens: Tokens that the step computed; less than the batch has where rows begin alike.
+        learning_rate: Learning rate of this step.
+        metrics: Weighted means and extremes of the objective's metrics.
+        is_applied: False if the loss or gradient norm is not finite; the step was then skipped and the weights are
+            unchanged.
+        broken_rows: Rows of the batch with a value that is not finite, as far as they were identified.
+        tokens: float32 columns aligned with input_ids, 0 at untrained tokens: "policy_logprobs", before the update, and
+            "entropy". Empty unless requested.
+        computed_tokens: Tokens that the step computed; fewer than the batch has if rows share prefixes.
     """
 
     step: int
@@ -87,14 +89,14 @@ class StepResult:
 
 
 class Scorer(Protocol):
-    """A policy that says how likely tokens are to it."""
+    """A policy that computes logprobs of tokens."""
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
-        """Logprobs of the tokens of each trajectory, float32, aligned with input_ids, first token 0."""
+        """Return float32 logprobs of the tokens of each trajectory, aligned with input_ids; 0 at the first token."""
         ...
 
     def offload(self) -> int:
-        """Free memory until the next call, which brings everything back; gives the bytes freed, over all ranks."""
+        """Free memory until the next call, which restores everything; return the bytes freed over all ranks."""
         ...
 
     def close(self) -> None:
@@ -124,41 +126,41 @@ class Learner(Scorer, Protocol):
         with_entropy: bool = False,
         with_tokens: bool = False,
     ) -> StepResult:
-        """One optimizer step on the whole batch; the batch needs `loss_weights`.
+        """Take one optimizer step on the whole batch, which needs `loss_weights`.
 
         A step whose loss or gradients are not finite is skipped: see `StepResult.is_applied`.
 
         Args:
             batch: Whole groups.
-            objective: What is minimised.
-            temperature: That the batch was sampled with.
-            with_entropy: The objective is given the entropy.
-            with_tokens: The result has `StepResult.tokens`.
+            objective: Loss to minimise.
+            temperature: Sampling temperature of the batch.
+            with_entropy: Pass the entropy to the objective.
+            with_tokens: Fill `StepResult.tokens`.
 
         Raises:
-            ShapeError: A needed column is missing or nothing in the batch trains.
+            ShapeError: A needed column is missing, or no token of the batch trains.
         """
         ...
 
     def export_weights(self) -> Mapping[str, torch.Tensor]:
-        """All weights by Hugging Face name, an adapter merged into them; may be views, valid until the next step."""
+        """Return all weights by Hugging Face name, adapter merged; may be views, valid until the next step."""
         ...
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Names served from another tensor, such as {"lm_head.weight": "model.embed_tokens.weight"}."""
+        """Return names that share another's tensor, such as {"lm_head.weight": "model.embed_tokens.weight"}."""
         ...
 
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
         """Write a checkpoint into an empty directory.
 
-        `policy/` is a Hugging Face folder of the weights, `state/` has float32 weights and Adam's moments in torch's
-        distributed format, which loads under any parallel layout, and `learner.json` the step; it is written last. Of
-        an adapter, `adapter/` in peft's format takes the place of `policy/`, and `state/` has nothing of the base.
+        `policy/` is a Hugging Face folder of the weights. `state/` has float32 weights and Adam's moments in torch's
+        distributed format, which loads under any parallel layout. `learner.json` has the step and is written last. With
+        an adapter, `adapter/` in peft's format replaces `policy/`, and `state/` has no base weights.
 
         Args:
-            directory: Is made where it does not exist.
-            in_background: Return when the state is copied; what is returned then says when it is written.
+            directory: Created if it does not exist.
+            in_background: Return once the state is copied; the returned handle tells when it is written.
 
         Raises:
             CheckpointError: The directory has files in it.
@@ -169,41 +171,41 @@ class Learner(Scorer, Protocol):
         """Continue from `save`.
 
         Raises:
-            CheckpointError: Missing, torn, or of another model.
+            CheckpointError: The checkpoint is missing, incomplete or of another model.
         """
         ...
 
 
 class AdapterLearner(Learner, Protocol):
-    """A policy of which an adapter is trained."""
+    """A policy that trains an adapter."""
 
     def export_adapter(self) -> Mapping[str, torch.Tensor]:
-        """A and B of each adapted matrix by peft's name, B multiplied by the scaling: W + B @ A is the policy."""
+        """Return A and B of each adapted matrix by peft's name, B scaled: W + B @ A is the policy."""
         ...
 
     def export_base(self) -> Mapping[str, torch.Tensor]:
-        """The weights under the adapter by Hugging Face name, which never change."""
+        """Return the frozen weights under the adapter by Hugging Face name."""
         ...
 
 
 class RankedLearner(Learner, Protocol):
-    """A policy whose ranks can send what they hold to engines."""
+    """A policy whose ranks can send their weights to engines."""
 
     def offer_weights(self, options: SenderOptions, *, version: int) -> WeightUpdate:
-        """Have every rank send its part of the weights to who asks, until they change.
+        """Let engines fetch each rank's part of the weights until the weights change.
 
         Raises:
-            WeightProofError: What the ranks hold does not make up a tensor; the message names it.
+            WeightProofError: The ranks' parts do not make up a whole tensor; the message names it.
         """
         ...
 
     def expect_engines(self, num_receivers: int) -> None:
-        """Change how many engines the ranks expect; for any thread."""
+        """Set how many engines the ranks expect. Thread-safe."""
         ...
 
 
 class Critic(Protocol):
-    """A critic in training. One caller at a time; what is not here is as `Learner`'s."""
+    """A critic in training. One caller at a time. Arguments and errors are those of `Learner`."""
 
     @property
     def step(self) -> int:
@@ -211,23 +213,23 @@ class Critic(Protocol):
         ...
 
     def values(self, batch: Batch) -> Ragged:
-        """Values of the states before each token of each trajectory, float32, first token 0."""
+        """Return float32 values of the state before each token of each trajectory; 0 at the first token."""
         ...
 
     def train_step(self, batch: Batch, objective: ValueLoss) -> StepResult:
-        """One optimizer step on the whole batch; otherwise as `Learner.train_step`."""
+        """Take one optimizer step on the whole batch; see `Learner.train_step`."""
         ...
 
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
-        """As `Learner.save`; `policy/` is a Hugging Face token classifier with one label."""
+        """Write a checkpoint; `policy/` is a Hugging Face token classifier with one label. See `Learner.save`."""
         ...
 
     def load(self, directory: Path) -> None:
-        """As `Learner.load`."""
+        """Continue from `save`; see `Learner.load`."""
         ...
 
     def offload(self) -> int:
-        """As `Learner.offload`."""
+        """Free memory until the next call; see `Learner.offload`."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A run's learners as a role: rows by name from a queue, weights to publish, checkpoints; one call at a time."""
+"""A role that holds a run's learners: it reads rows from a queue, publishes weights and writes checkpoints."""
 
 import asyncio
 import threading
@@ -38,12 +38,12 @@ class PackedWeights:
     """Weights on their way to the engines.
 
     Attributes:
-        update: Names, digests and where the tensors are; no tensor itself.
-        canary: What must come out.
-        step: Steps that the learner had done.
-        pack_s: Seconds that it took.
-        is_live: The engines take the learner's own tensors, or the canary waits for their experts: the weights must not
-            change until the update is proven.
+        update: Names, digests and locations of the tensors, without the tensors.
+        canary: Logprobs that the engines must reproduce.
+        step: Steps of the learner at packing.
+        pack_s: Packing time in seconds.
+        is_live: The engines read the learner's own tensors, or the canary needs the engines' experts; the weights must
+            not change until the update is proven.
     """
 
     update: WeightUpdate
@@ -58,12 +58,12 @@ class LearnerHostOptions:
     """How a learner host works.
 
     Attributes:
-        task: Its task in the queue.
-        caller: The role that gives it orders, for reports.
-        saves_in_background: Checkpoints are written while training goes on.
-        has_ranks: Its ranks have processes of their own.
-        ends_with_ranks: The process of the role ends when a rank has died, so that all start again.
-        replays: The policy is a mixture whose experts the engines tell: see `prove`.
+        task: The learner's task in the queue.
+        caller: Role that sends the orders, for reports.
+        saves_in_background: Write checkpoints while training continues.
+        has_ranks: Each rank has its own process.
+        ends_with_ranks: End the role's process when a rank dies, so that all of them restart.
+        replays: The policy is a mixture of experts whose routing the engines report; see `prove`.
     """
 
     task: str = "train"
@@ -75,13 +75,13 @@ class LearnerHostOptions:
 
 
 class LearnerHost:
-    """Holds learners, and works in a thread of its own; what a step does is for whoever derives from it.
+    """Holds learners and runs in its own thread; a subclass defines the step.
 
-    `learners` and `transport` are set in the thread before anything else is asked, and `step` after each step.
+    The thread sets `learners` and `transport` before any other call, and `step` after each step.
 
     Attributes:
-        learners: Policy, reference and critic; None before they are started.
-        transport: Packs weights; None before it is opened.
+        learners: Policy, reference and critic; None until they are started.
+        transport: Packs weights; None until it is opened.
         step: Steps done.
     """
 
@@ -94,14 +94,14 @@ class LearnerHost:
         keep: int,
         options: LearnerHostOptions,
     ) -> None:
-        """Nothing is started.
+        """Store the parts without starting anything.
 
         Args:
-            queue: Has what is trained on.
-            canary_sequences: What proves each weight update.
-            checkpoints: Where checkpoints lie.
-            keep: How many of the newest to keep.
-            options: How it works.
+            queue: Queue with the rows to train on.
+            canary_sequences: Token sequences that prove each weight update.
+            checkpoints: Folder of the checkpoints.
+            keep: Number of newest checkpoints to keep.
+            options: Options of the host.
         """
         self._queue = queue
         self._canary_sequences = list(canary_sequences)
@@ -117,45 +117,53 @@ class LearnerHost:
         self._is_closing = False
 
     async def save(self, step: int, state: Mapping[str, Json]) -> None:
-        """Begin a checkpoint, which is written while training goes on; `saved` says when it is whole.
+        """Begin a checkpoint, written while training continues; `saved` reports when it is complete.
 
         Raises:
-            CheckpointError: The one before could not be written.
+            CheckpointError: The previous checkpoint could not be written.
         """
         await self._run(self._save, step, state)
 
     async def wait_saved(self) -> None:
-        """Wait until what was begun is whole.
+        """Wait until the checkpoint in progress is complete.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: The checkpoint could not be written.
         """
         await self._run(self._store.wait)
 
     async def saved(self) -> list[Saved]:
-        """Checkpoints that became whole since the last call.
+        """Return the checkpoints completed since the last call.
 
         Raises:
-            CheckpointError: The last one that was begun could not be written.
+            CheckpointError: The last checkpoint could not be written.
         """
         with self._saved_lock:
             found, self._saved = self._saved, []
         return found
 
     async def export(self) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-        """A copy of the policy's tensors by name, and which names are tied to others."""
+        """Return a copy of the policy's tensors by name, and the names tied to others."""
         return await self._run(self._export)
 
     async def prove(self, canary: Canary, report: PublishReport, tolerances: ProofTolerances) -> PublishReport:
-        """See `Learners.proven`; the weights must be those that were packed.
+        """Prove the packed weights, which must be unchanged; see `Learners.proven`.
 
         Raises:
             WeightProofError: A logprob differs by more than the tolerance.
         """
         return await self._run(partial(self._started.proven, tolerances=tolerances), canary, report)
 
+    async def look(self) -> None:
+        """Detect a dead rank; end this role if it is to end with its ranks.
+
+        Raises:
+            RoleDiedError: A rank died, and the options keep this role alive.
+        """
+        await self._run(self._started.look)
+
     async def report(self) -> RoleView:
-        """What it does, for `status` and hang diagnosis."""
+        """Return what the role is doing, for `status` and hang diagnosis."""
         doing, waits = self._doing, self.other_waits()
         since_s = time.monotonic() - doing.since_s
         if doing.on and not (waits and doing.on == self._options.caller):  # which waits for the others
@@ -165,21 +173,21 @@ class LearnerHost:
         return RoleView(doing="" if doing.on else f"works on {doing.what}, for {since_s:.0f} s", waits=waits)
 
     def other_waits(self) -> tuple[Wait, ...]:
-        """What is waited for beside the thread's work."""
+        """Waits outside the thread's work."""
         return ()
 
     async def close_others(self) -> None:
-        """Close what works beside the thread."""
+        """Close everything that runs outside the thread."""
 
     async def parts(self, deadline_s: float) -> list[RoleReport]:
-        """What the ranks do that have processes of their own."""
+        """Return reports of the ranks that have their own processes."""
         if self.learners is None:
             return []
         stacks = await asyncio.to_thread(self.learners.stacks, deadline_s)
         return rank_reports(stacks, asked_s=deadline_s)
 
     async def close(self) -> None:
-        """Write the end of a checkpoint that was begun, and end the ranks. Can be called twice."""
+        """Finish writing a checkpoint, and end the ranks. Can be called twice."""
         self._is_closing = True
         await self.close_others()
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
@@ -188,19 +196,19 @@ class LearnerHost:
     # -- in the learner's thread
 
     def rows(self, uids: Sequence[str], *, step: int, deadline_s: float) -> Batch:
-        """The groups of a step, which nobody else asks for, and which stay in the queue until a checkpoint has them.
+        """Return a step's groups, which stay in the queue until a checkpoint has them.
 
-        They are given back at once: not every queue notices when the learner dies, and it would wait for itself until
-        its lease runs out. It waits a little at a time, so that a run that ends need not wait for late columns.
+        The lease is released at once: not every queue notices that a learner died, so a restarted learner would wait
+        until the lease expires. Waits are short, so that a closing run does not wait for late columns.
 
         Args:
             uids: The groups, in order.
-            step: That trains them.
-            deadline_s: Longest wait for columns that others give, such as teachers.
+            step: Step that trains them.
+            deadline_s: Maximum wait in seconds for columns of other roles, such as teachers.
 
         Raises:
-            DeadlineError: They did not come.
-            NotReadyError: This was closed meanwhile.
+            DeadlineError: The columns did not arrive in time.
+            NotReadyError: The host was closed meanwhile.
         """
         ends_at = time.monotonic() + deadline_s
         while True:
@@ -217,10 +225,10 @@ class LearnerHost:
                     raise DeadlineError(f"step {step} waited {deadline_s:g} s in all: {error}") from error
 
     def pack_weights(self, version: int) -> PackedWeights:
-        """The present weights as a policy version, ready for engines to take.
+        """Pack the current weights as a policy version for the engines.
 
         Raises:
-            NotReadyError: There are no learners yet.
+            NotReadyError: The learners have not started.
         """
         started = time.perf_counter()
         with self.doing(f"the weights of version {version}"):
@@ -235,7 +243,7 @@ class LearnerHost:
 
     @contextmanager
     def doing(self, what: str, on: str = "") -> Iterator[None]:
-        """Note what the learner does, or what it waits for and from whom, while it does it."""
+        """Record the current work, or the current wait and its role, for reports."""
         self._doing = self._since(what, on=on)
         try:
             yield
@@ -246,7 +254,7 @@ class LearnerHost:
 
     @staticmethod
     def _since(what: str, *, on: str) -> Wait:
-        """Since now, on the monotonic clock."""
+        """Record the start of some work on the monotonic clock."""
         return Wait(what=what, on=on, since_s=time.monotonic())
 
     def _export(self) -> tuple[Mapping[str, Any], Mapping[str, str]]:
@@ -290,10 +298,10 @@ class LearnerHost:
 
 
 def rank_reports(stacks: Sequence[str], *, asked_s: float) -> list[RoleReport]:
-    """Each rank that has a process of its own.
+    """Return a report for each rank that has its own process.
 
     Args:
-        stacks: In the order of ranks.
-        asked_s: How long one that does not answer has not, at least.
+        stacks: The ranks' stacks, in the order of ranks.
+        asked_s: Seconds since the request, a lower bound for how long a silent rank has not answered.
     """
     return [process_report(f"{RANK}[{index}]", stack, asked_s=asked_s) for index, stack in enumerate(stacks)]

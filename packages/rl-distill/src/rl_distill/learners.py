@@ -1,4 +1,4 @@
-"""What learns in a run, on shared ranks: a policy, and where the algorithm needs them a reference and a critic."""
+"""A run's models on shared ranks: a policy and, if the algorithm needs them, a reference and a critic."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,15 +36,16 @@ CRITIC_FOLDER = "critic"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learners:
-    """Everything that computes with weights of its own, besides the engine.
+    """The run's models outside the engine.
 
     Attributes:
-        policy: Is trained.
-        reference: Frozen copy of the initial policy, where the KL needs one.
-        critic: Says the values, where the advantage needs them.
-        close: Ends all of them, and their ranks.
-        stacks: What each rank with a process of its own does right now, within so many seconds; for any thread.
-        lora: The policy's adapter, and how engines are given it; rank 0 where all weights are trained.
+        policy: The trained policy.
+        reference: Frozen copy of the initial policy; None if no KL needs it.
+        critic: Computes the values; None if the advantage needs none.
+        close: Ends the models and their ranks.
+        stacks: Returns the current stack of each rank with its own process, within a number of seconds. Thread-safe.
+        look: Calls each rank, and raises an error if one died.
+        lora: The policy's adapter and how engines get it; rank 0 if all weights train.
     """
 
     policy: Learner
@@ -52,12 +53,13 @@ class Learners:
     critic: Critic | None
     close: Callable[[], None]
     stacks: Callable[[float], list[str]] = lambda _: []
+    look: Callable[[], None] = lambda: None
     lora: LoraOptions = field(default_factory=LoraOptions)
     _base: dict[str, TensorDigest] = field(default_factory=dict, init=False, repr=False)
 
     @converts_arguments
     def save(self, folder: Path, *, in_background: bool = False) -> PendingSave:
-        """Write everything that trains into an empty folder: the policy in it, the critic in a folder of its own."""
+        """Write the policy into an empty folder, and the critic into a folder inside it."""
         pending = [self.policy.save(folder, in_background=in_background)]
         if self.critic is not None:
             pending.append(self.critic.save(folder / CRITIC_FOLDER, in_background=in_background))
@@ -68,7 +70,7 @@ class Learners:
         """Continue from `save`.
 
         Raises:
-            CheckpointError: Missing, torn, or of another model.
+            CheckpointError: The checkpoint is missing, incomplete or of another model.
         """
         self.policy.load(folder)
         if self.critic is not None:
@@ -76,10 +78,10 @@ class Learners:
 
     @converts_arguments
     def load_teacher_heads(self, folders: Sequence[Path]) -> None:
-        """Give the policy the output matrices of teachers, in the order of `teacher_index`.
+        """Load the teachers' output matrices into the policy, in the order of `teacher_index`.
 
         Raises:
-            SettingsError: The learner cannot take them, or a teacher knows fewer tokens.
+            SettingsError: The learner does not support them, or a teacher knows fewer tokens than the policy.
         """
         load = getattr(self.policy, "load_teacher_heads", None)
         if load is None:
@@ -87,18 +89,18 @@ class Learners:
         load(folders)
 
     def canary(self, sequences: Sequence[IntArray], *, replays: bool = False) -> Canary:
-        """Fixed sequences with the policy's logprobs of the current weights.
+        """Return fixed sequences with their logprobs under the current weights.
 
         Args:
             sequences: Token ids.
-            replays: Leave the logprobs to `proven`, which has the experts of a mixture that an engine used.
+            replays: Leave the logprobs to `proven`, which knows the experts that an engine chose.
         """
         nothing = [None] * len(sequences)
         logprobs = None if replays else self._canary_logprobs(sequences, nothing)
         return Canary(sequences=list(sequences), logprobs=logprobs)
 
     def proven(self, canary: Canary, report: PublishReport, *, tolerances: ProofTolerances) -> PublishReport:
-        """The report with what was left to prove of the current weights: see `prove_canary`.
+        """Return the report with the remaining proof of the current weights; see `prove_canary`.
 
         Raises:
             WeightProofError: A logprob differs by more than the tolerance.
@@ -118,13 +120,14 @@ class Learners:
     def pack(
         self, transport: WeightTransport, *, version: int, steps_on: bool = False, leaves: bool = False
     ) -> WeightUpdate:
-        """The policy's present weights, ready for engines to take: all of them, or the adapter where that is served.
+        """Pack the policy's current weights for engines: all of them, or only the adapter if engines serve it.
 
         Args:
-            transport: Its way.
-            version: What they are called.
-            steps_on: The learner trains while engines take them: what is handed over within the process is copied.
-            leaves: The learner is offloaded before engines take them: such a copy is on the host.
+            transport: Packs the weights.
+            version: Policy version of the weights.
+            steps_on: The learner trains while engines load the weights, so tensors handed over within the process are
+                copied.
+            leaves: The learner is offloaded before engines load the weights, so such a copy is on the host.
         """
         adapter: AdapterUpdate | None = None
         if self.lora.rank and self.lora.serving == "adapter":
@@ -144,14 +147,14 @@ class Learners:
         return transport.pack(tensors, version=version, tied=self.policy.tied, **also)
 
     def expect_engines(self, transport: WeightTransport, count: int) -> None:
-        """Give weights to so many engines, where they come over the network; for any thread."""
+        """Set the number of engines that fetch weights over the network. Thread-safe."""
         if isinstance(transport, BroadcastTransport | DirectTransport):
             transport.expect(count)
         if isinstance(transport, DirectTransport):
             cast("RankedLearner", self.policy).expect_engines(count)
 
     def offload(self) -> None:
-        """Free their memory until they are used again."""
+        """Free the models' memory until they are used again."""
         for model in (self.policy, self.reference, self.critic):
             if model is not None:
                 model.offload()

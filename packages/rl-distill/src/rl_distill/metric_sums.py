@@ -1,4 +1,4 @@
-"""Adds up what objectives say of micro-batches, over the micro-batches of a rank and over ranks."""
+"""Sums of the objectives' metrics over the micro-batches of a rank and over ranks."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,18 +10,18 @@ Totals = Mapping[str, tuple[float, float]]
 
 
 def metric_totals(sums: Iterable[MetricSums | Totals]) -> dict[str, tuple[float, float]]:
-    """(weighted sum, weight) of each metric over micro-batches; (extreme, weight) of one that is an extreme."""
+    """Return (weighted sum, weight) of each metric over micro-batches, or (extreme, weight) of an extreme."""
     return _joined({name: (float(value), float(weight)) for name, (value, weight) in part.items()} for part in sums)
 
 
 def metric_values(totals: Iterable[Totals]) -> dict[str, float]:
-    """Weighted means, and extremes, over ranks; a metric without weight is left out."""
+    """Return weighted means and extremes over ranks, without metrics of weight 0."""
     joined = _joined(totals)
     return {name: value if _extreme(name) else value / weight for name, (value, weight) in joined.items() if weight}
 
 
 def _extreme(name: str) -> np.ufunc | None:
-    """How two extremes of a metric become one; None of a metric that is a mean. NaN stays NaN."""
+    """Return the function that merges two extremes, keeping NaN; None for a metric that is a mean."""
     return np.maximum if name.endswith("_max") else np.minimum if name.endswith("_min") else None
 
 

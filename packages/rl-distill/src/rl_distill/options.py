@@ -13,7 +13,7 @@ DTYPES = ("float32", "bfloat16")
 DECAYS = ("linear", "cosine")
 RECOMPUTES = ("none", "selective", "full")
 RECOMPUTED_MODULES = ("core_attn", "layernorm", "mlp", "moe")
-"""Parts of a layer, by megatron's names."""
+"""Parts of a layer, by Megatron's names."""
 DEFAULT_RECOMPUTED = ("layernorm",)
 KernelChoice = Literal["auto", "plain", "fused", "transformer_engine"]
 KERNELS = ("auto", "plain", "fused", "transformer_engine")
@@ -87,7 +87,7 @@ class LearnerOptions:
     seed: int = 0
 
     def problems(self) -> Iterator[str]:
-        """What cannot be: each names the option, what it must be, and what it is."""
+        """Return the invalid options as messages: the option, what it must be, and its value."""
         yield from not_whole(self, {"warmup_steps": 0, "micro_batch_tokens": 1, "shared_prefix_tokens": 0, "seed": 0})
         yield from not_whole(self, {"decay_steps": 1, "num_threads": 1}, or_none=True)
         yield from not_numbers(self, ("learning_rate", "eps"), above=0.0)
@@ -157,16 +157,16 @@ class LoraOptions:
 
     @property
     def alpha_in_use(self) -> float:
-        """Alpha, twice the rank where none was given."""
+        """`alpha`, or twice the rank if it is None."""
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
     @property
     def scaling(self) -> float:
-        """What B @ A is multiplied by."""
+        """Factor of B @ A."""
         return self.alpha_in_use / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def problems(self) -> Iterator[str]:
-        """What cannot be, as `LearnerOptions.problems`."""
+        """Return the invalid options as messages; see `LearnerOptions.problems`."""
         yield from not_whole(self, {"rank": 0})
         yield from not_among(self, {"serving": SERVINGS, "rslora": (False, True)})
         if self.alpha is not None:
@@ -220,7 +220,7 @@ class ParallelOptions:
     distributed_optimizer: bool = False
 
     def problems(self) -> Iterator[str]:
-        """What no layout can have; `parallel_layout` says what must divide what."""
+        """Return sizes that are invalid in any layout; `parallel_layout` checks divisibility."""
         sizes = ("ranks", "tensor", "pipeline", "virtual_pipeline", "context", "expert")
         yield from not_whole(self, dict.fromkeys(sizes, 1))
         yield from not_whole(self, {"expert_tensor": 1}, or_none=True)
@@ -228,5 +228,5 @@ class ParallelOptions:
 
     @property
     def data(self) -> int:
-        """Ranks that each train on a part of the trajectories."""
+        """Data-parallel size."""
         return self.ranks // (self.tensor * self.pipeline * self.context)

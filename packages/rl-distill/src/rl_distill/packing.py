@@ -1,4 +1,4 @@
-"""Rows into micro-batches by a budget of tokens: packed end to end, without padding."""
+"""Packing of rows into micro-batches under a token budget, end to end and without padding."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -16,18 +16,18 @@ from rl_distill.prefixes import ROUTED_EXPERTS, PrefixForest, batch_forest, comp
 Rows = NDArray[np.int64]
 
 INDICES = frozenset({ROUTED_EXPERTS, "teacher_ids", "teacher_index"})
-"""Token columns of indices; the others are numbers or claims."""
+"""Token columns of indices; the others are floats or booleans."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """A micro-batch and where it came from.
+    """A micro-batch and the rows that it was packed from.
 
     Attributes:
-        micro_batch: On the learner's device.
+        micro_batch: The packed tensors, on the learner's device.
         rows: [S] int64 rows of the batch, in the order of the pack.
         offsets: [S + 1] int64, the micro-batch's offsets on the CPU.
-        forest: What its rows share.
+        forest: Prefixes that its rows share.
     """
 
     micro_batch: MicroBatch
@@ -37,13 +37,13 @@ class Pack:
 
 
 def plan_micro_batches(lengths: NDArray[np.int64], *, max_tokens: int) -> list[Rows]:
-    """Cut rows, sorted by length, into as few micro-batches as the budget allows, as even as they can be.
+    """Cut rows, sorted by length, into as few and as even micro-batches as the budget allows.
 
     Neighbours of nearly equal length share attention calls. The plan depends on the lengths alone.
 
     Args:
         lengths: [N] tokens of each row.
-        max_tokens: Most tokens of a micro-batch; a longer row gets its own.
+        max_tokens: Maximum tokens of a micro-batch; a longer row gets its own.
 
     Returns:
         Rows of each micro-batch; each row is in exactly one.
@@ -61,16 +61,16 @@ def plan_micro_batches(lengths: NDArray[np.int64], *, max_tokens: int) -> list[R
 def plan_ranks(
     lengths: NDArray[np.int64], *, max_tokens: int, num_ranks: int, multiple_of: int = 1
 ) -> list[list[Rows]]:
-    """Balance rows over data-parallel ranks by tokens, and cut each rank's into equally many micro-batches.
+    """Balance rows over data-parallel ranks by tokens, and cut each rank's rows into equally many micro-batches.
 
     Args:
         lengths: [N] tokens of each row.
-        max_tokens: Most tokens of a micro-batch; a longer row gets its own.
+        max_tokens: Maximum tokens of a micro-batch; a longer row gets its own.
         num_ranks: Data-parallel ranks.
-        multiple_of: What the number of micro-batches of a rank must be a multiple of.
+        multiple_of: The number of micro-batches of a rank is a multiple of this.
 
     Returns:
-        For each rank, the rows of each of its micro-batches. Where rows are few, the last micro-batches are empty.
+        For each rank, the rows of each of its micro-batches. With few rows, the last micro-batches are empty.
 
     Raises:
         ShapeError: max_tokens is below 1, or a row is empty.
@@ -90,14 +90,14 @@ def plan_ranks(
 def plan_batch(
     batch: Batch, *, max_tokens: int, num_ranks: int, multiple_of: int = 1, min_shared: int = 0
 ) -> list[list[Rows]]:
-    """`plan_ranks` of a batch's rows, by the tokens that are computed for them.
+    """Plan the ranks of a batch's rows by the tokens computed for them; see `plan_ranks`.
 
     Args:
         batch: Has `input_ids`.
-        max_tokens: Most tokens that are computed for a micro-batch; a longer row gets its own.
+        max_tokens: Maximum computed tokens of a micro-batch; a longer row gets its own.
         num_ranks: Data-parallel ranks.
-        multiple_of: What the number of micro-batches of a rank must be a multiple of.
-        min_shared: Fewest tokens with which rows of a prompt begin alike that are computed once; 0 for none.
+        multiple_of: The number of micro-batches of a rank is a multiple of this.
+        min_shared: Minimum tokens of a prefix that rows of a prompt share and compute once; 0 shares none.
 
     Raises:
         ShapeError: max_tokens is below 1, or a row is empty.
@@ -119,7 +119,7 @@ def _checked(lengths: NDArray[np.int64], max_tokens: int) -> NDArray[np.int64]:
 
 
 def _balanced(lengths: NDArray[np.int64], num_ranks: int) -> list[Rows]:
-    """Rows of each rank: the longest first, each to the rank that has the fewest tokens so far."""
+    """Return the rows of each rank: longest first, each to the rank with the fewest tokens so far."""
     if num_ranks == 1:
         return [np.arange(len(lengths), dtype=np.int64)]
     loads = [(0, rank) for rank in range(num_ranks)]
@@ -158,7 +158,7 @@ def _evened(order: Rows, ordered: NDArray[np.int64], *, num_cuts: int, max_token
 
 
 def _cuts(ordered: NDArray[np.int64], max_tokens: int) -> list[int]:
-    """Starts of the micro-batches when each takes rows while they fit."""
+    """Return the starts of the micro-batches when each is filled until no further row fits."""
     ends = np.cumsum(ordered)
     starts = [0]
     while True:
@@ -171,13 +171,13 @@ def _cuts(ordered: NDArray[np.int64], max_tokens: int) -> list[int]:
 
 
 def pack_rows(batch: Batch, rows: Rows, *, device: torch.device, min_shared: int = 0) -> Pack:
-    """Make a micro-batch of some rows, with every token column of the batch.
+    """Pack some rows into a micro-batch with every token column of the batch.
 
     Args:
         batch: Has `input_ids`.
         rows: [S] rows to take, in this order.
-        device: Where the tensors go.
-        min_shared: Fewest tokens with which rows of a prompt begin alike that are computed once; 0 for none.
+        device: Device of the tensors.
+        min_shared: Minimum tokens of a prefix that rows of a prompt share and compute once; 0 shares none.
     """
     ids = batch.ragged("input_ids")
     lengths = ids.lengths[rows]
@@ -210,21 +210,21 @@ def _tensor(values: NDArray[np.generic], device: torch.device) -> torch.Tensor:
 
 
 def pack_batch(batch: Batch, *, max_tokens: int, device: torch.device) -> list[Pack]:
-    """All rows of a batch in micro-batches.
+    """Pack all rows of a batch into micro-batches.
 
     Raises:
-        ShapeError: As `plan_micro_batches`.
+        ShapeError: max_tokens is below 1, or a row is empty.
     """
     plan = plan_micro_batches(batch.ragged("input_ids").lengths, max_tokens=max_tokens)
     return [pack_rows(batch, rows, device=device) for rows in plan]
 
 
 def scored_tokens(pack: Pack, *, mask: str | None) -> torch.Tensor:
-    """[M] int64 indices of the tokens that need a logprob: never the first of a trajectory.
+    """Return [M] int64 indices of the tokens that need a logprob, never the first of a trajectory.
 
     Args:
         pack: The micro-batch.
-        mask: A bool column to keep to, or None for all tokens.
+        mask: A bool column that selects tokens; None selects all.
     """
     micro_batch = pack.micro_batch
     is_scored = micro_batch.position_ids > 0
@@ -234,12 +234,12 @@ def scored_tokens(pack: Pack, *, mask: str | None) -> torch.Tensor:
 
 
 def unpack_values(packs: Sequence[Pack], values: Sequence[torch.Tensor], batch: Batch) -> Ragged:
-    """Token values of packs as a column in the batch's row order.
+    """Return the token values of packs as a column in the batch's row order.
 
     Args:
-        packs: Of every row of the batch.
-        values: [T] of each pack.
-        batch: Where they came from.
+        packs: Packs of every row of the batch.
+        values: [T] values of each pack.
+        batch: Batch of the packs.
 
     Returns:
         float32, aligned with input_ids.
@@ -255,15 +255,15 @@ def unpack_values(packs: Sequence[Pack], values: Sequence[torch.Tensor], batch: 
 def unpack_trained(
     packs: Sequence[Pack], scored: Sequence[Mapping[str, torch.Tensor]], batch: Batch
 ) -> dict[str, Ragged]:
-    """Values of trained tokens by name as columns in the batch's row order, 0 where nothing trains.
+    """Return values of trained tokens by name as columns in the batch's row order, 0 at untrained tokens.
 
     Args:
-        packs: Of rows of the batch.
-        scored: Of each pack, [T] by name, the same names in all.
-        batch: Where they came from.
+        packs: Packs of rows of the batch.
+        scored: For each pack, [T] values by name; all packs have the same names.
+        batch: Batch of the packs.
 
     Returns:
-        float32, aligned with input_ids; {} of no packs.
+        float32, aligned with input_ids; {} without packs.
     """
     masks = [pack.micro_batch.columns.get("loss_mask") for pack in packs]
     trained = [

@@ -1,4 +1,4 @@
-"""What a parallel layout must divide, and which options need one; refused before a process starts."""
+"""Checks of a parallel layout and the options that depend on it, before a process starts."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 
 
 def teacher_layout(ranks: int, config: PolicyConfig) -> ParallelOptions:
-    """How ranks share a teacher: each matrix in slices, and of a mixture whole experts as far as ranks divide them."""
+    """Return a teacher's layout: split matrices and a mixture's whole experts as far as ranks divide them."""
     if config.mixture is None or ranks == 1:
         return ParallelOptions(ranks=ranks, tensor=ranks)
     expert = math.gcd(ranks, config.num_experts)
@@ -17,10 +17,10 @@ def teacher_layout(ranks: int, config: PolicyConfig) -> ParallelOptions:
 
 
 def check_layout(parallel: ParallelOptions, config: PolicyConfig) -> None:
-    """Refuse a layout that does not divide the ranks, or the policy.
+    """Check that a layout divides the ranks and the policy.
 
     Raises:
-        SettingsError: Each line names a setting, what was found, and what would do.
+        SettingsError: It does not; each line names a setting, what was found, and what works.
     """
     check_ranks(parallel)
     if found := [*_dense_problems(parallel, config), *_expert_problems(parallel, config)]:
@@ -34,10 +34,10 @@ def check_learner(
     *,
     lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
 ) -> None:
-    """Refuse options that do not go with the layout, the policy or its adapter.
+    """Check that options fit the layout, the policy and its adapter.
 
     Raises:
-        SettingsError: Each line begins with an option, and says what was found, and what would do.
+        SettingsError: They do not; each line names an option, what was found, and what works.
     """
     problems = (*_gather_problems(options, parallel), *_recompute_problems(options, config))
     if found := [*problems, *_kernel_problems(options, lora)]:
@@ -90,10 +90,10 @@ def _dense_problems(parallel: ParallelOptions, config: PolicyConfig) -> Iterator
 
 
 def check_ranks(parallel: ParallelOptions) -> None:
-    """Refuse a layout that no policy could have.
+    """Check a layout without knowing the policy.
 
     Raises:
-        SettingsError: Each line names a size that is no whole number of at least 1, or what does not divide the ranks.
+        SettingsError: A size is not a whole number of at least 1, or does not divide the ranks; each line names one.
     """
     if found := list(parallel.problems()) or list(_rank_problems(parallel)):
         raise SettingsError("\n".join(found))

@@ -1,7 +1,7 @@
-"""Rows that begin with the same tokens as a forest of segments, so that each shared stretch is computed once.
+"""Forests of the prefixes that rows share, so that each shared segment is computed once.
 
-Sources: prefix sharing in training as AReaL's tree attention and Megatron-LM #7387 do it; here segments stand in
-depth-first order, so that what goes on from a segment is one stretch of tokens, and attention needs no mask.
+Sources: AReaL's tree attention and Megatron-LM #7387 also share prefixes in training. Here, segments are in depth-first
+order: all continuations of a segment are contiguous, and attention needs no mask.
 """
 
 import itertools
@@ -20,15 +20,15 @@ ROUTED_EXPERTS = "routed_experts"
 
 @dataclass(frozen=True, slots=True)
 class PrefixForest:
-    """Segments of the C tokens that are computed for T tokens of rows, in depth-first order.
+    """Segments of the C computed tokens of T row tokens, in depth-first order.
 
-    What goes on from segment s are the segments s + 1 to stop[s] - 1, so that their tokens are one stretch.
+    Segments s + 1 to stop[s] - 1 continue segment s, so their tokens are contiguous.
 
     Attributes:
-        parent: [S] int64 segment that each one goes on from, -1 at the begin of a row.
-        stop: [S] int64 the first segment that does not go on from each one.
-        offsets: [S + 1] int64 of the computed tokens; every segment has at least one.
-        places: [T] int64 the computed token of each token of the rows.
+        parent: [S] int64 segment that each one continues, -1 at the start of a row.
+        stop: [S] int64 first later segment that does not continue each one.
+        offsets: [S + 1] int64 offsets of the segments in the computed tokens; every segment has at least one token.
+        places: [T] int64 computed token of each row token.
     """
 
     parent: Int64s
@@ -38,35 +38,35 @@ class PrefixForest:
 
     @property
     def num_computed(self) -> int:
-        """Tokens that are computed."""
+        """Number of computed tokens."""
         return int(self.offsets[-1])
 
     @property
     def is_shared(self) -> bool:
-        """False where each row is computed on its own, one after the other."""
+        """False if each row is computed on its own, in order."""
         return self.num_computed < len(self.places)
 
     @property
     def spans(self) -> tuple[tuple[int, int, int], ...]:
-        """Of each segment that others go on from: its first token, the first of what goes on from it, and the end."""
+        """For each segment with continuations: its first token, the first token of its continuations, and their end."""
         inner = np.flatnonzero(self.stop > np.arange(len(self.stop)) + 1)
         columns = (self.offsets[inner], self.offsets[inner + 1], self.offsets[self.stop[inner]])
         return tuple(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def separate_rows(lengths: Int64s) -> PrefixForest:
-    """A forest that shares nothing: each row is a segment."""
+    """Return a forest that shares nothing: each row is a segment."""
     offsets = offsets_of(lengths)
     count = np.arange(len(lengths), dtype=np.int64)
     return PrefixForest(np.full(len(lengths), -1), count + 1, offsets, np.arange(int(offsets[-1]), dtype=np.int64))
 
 
 def prefix_forest(rows: Sequence[Int64s], *, min_shared: int) -> PrefixForest:
-    """Find what rows share.
+    """Find the prefixes that rows share.
 
     Args:
-        rows: Tokens of each row, from 0; rows that hold equal numbers are computed together.
-        min_shared: Fewest tokens of a stretch that is shared, at least 1.
+        rows: Tokens of each row; equal numbers are equal tokens.
+        min_shared: Minimum tokens of a shared segment, at least 1.
     """
     order = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes())
     shared = [_num_common(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
@@ -94,7 +94,7 @@ def prefix_forest(rows: Sequence[Int64s], *, min_shared: int) -> PrefixForest:
 
 
 def _num_common(one: Int64s, other: Int64s) -> int:
-    """Tokens with which both begin."""
+    """Length of the common prefix."""
     size = min(len(one), len(other))
     differs = one[:size] != other[:size]
     return int(differs.argmax()) if differs.any() else size
@@ -109,13 +109,13 @@ def _stops(parent: Sequence[int]) -> Int64s:
 
 
 def batch_forest(batch: Batch, *, min_shared: int) -> PrefixForest:
-    """The forest of a batch; rows of different prompts share nothing.
+    """Return the forest of a batch; rows of different prompts share nothing.
 
-    Rows share a token where the engine chose the same experts for it.
+    Rows share a token only if the engine chose the same experts for it.
 
     Args:
         batch: Has `input_ids`; rows of a prompt need not be neighbours.
-        min_shared: As `prefix_forest`; 0 shares nothing.
+        min_shared: Minimum tokens of a shared segment; 0 shares nothing.
     """
     lengths = batch.ragged("input_ids").lengths
     prompts = batch.keys.prompts
@@ -140,7 +140,7 @@ def batch_forest(batch: Batch, *, min_shared: int) -> PrefixForest:
 
 
 def _told_apart(batch: Batch) -> Ragged:
-    """Numbers that are equal where token and chosen experts are."""
+    """Return numbers that are equal where both token and chosen experts are equal."""
     ids = batch.ragged("input_ids")
     if ROUTED_EXPERTS not in batch:
         return ids
@@ -152,16 +152,16 @@ def _told_apart(batch: Batch) -> Ragged:
 def computed_units(
     batch: Batch, *, min_shared: int, max_tokens: int, num_ranks: int = 1
 ) -> tuple[list[Int64s], Int64s]:
-    """Rows that are best computed together, and how many tokens that computes.
+    """Return groups of rows that are best computed together, with their computed tokens.
 
     Args:
         batch: Has `input_ids`; no row is empty.
-        min_shared: As `batch_forest`.
-        max_tokens: A unit that would compute more is halved while it can be.
-        num_ranks: A unit that is more than one rank's part of the work is halved as well.
+        min_shared: Minimum tokens of a shared segment; 0 shares nothing.
+        max_tokens: Maximum computed tokens of a unit; a larger unit is halved while it has several rows.
+        num_ranks: Number of ranks; a unit above one rank's share of the work is halved too.
 
     Returns:
-        Rows of each unit, every row in one; and [units] int64 tokens. A row that shares nothing is a unit alone.
+        Rows of each unit, each row in one unit; and [units] int64 tokens. A row that shares nothing is its own unit.
     """
     lengths = batch.ragged("input_ids").lengths
     alone: list[Int64s] = list(np.arange(len(lengths), dtype=np.int64)[:, None])

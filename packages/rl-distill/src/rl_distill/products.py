@@ -1,8 +1,8 @@
-"""float32 matrix products on a CPU: torch's own, or oneDNN's where they are faster.
+"""float32 matrix products on a CPU: torch's own, or oneDNN's if they are faster.
 
-torch asks MKL, which takes a slow path on some processors that are not Intel's; oneDNN generates code for any of them.
-Both are true float32, and round differently: what a run computes with is chosen once and kept. oneDNN's product has no
-public name in torch; where it is missing, torch's own are used, or what was asked for is refused.
+torch calls MKL, which takes a slow path on some non-Intel processors; oneDNN generates code for each processor. Both
+compute in true float32 but round differently, so a run chooses once and keeps its choice. oneDNN's product has no
+public name in torch. If it is missing, "auto" uses torch's, and "onednn" raises an error.
 """
 
 import time
@@ -20,22 +20,22 @@ from rl_core.errors import SettingsError
 Products = Literal["torch", "onednn"]
 
 _MIN_OPERATIONS = 2**21
-"""Multiplications below which a product stays torch's: the way to oneDNN takes some 10 microseconds."""
+"""Products with fewer multiplications stay torch's, since calling oneDNN costs about 10 microseconds."""
 
 _SHAPES = ((1024, 256, 1024), (1024, 1024, 256))
-"""(rows, inputs, outputs) of the products that are measured."""
+"""(rows, inputs, outputs) of the measured products."""
 
 _MIN_GAIN = 1.25
-"""How many times as fast oneDNN must be to be chosen; nearer to 1 two measurements could choose differently."""
+"""Minimum speed-up of oneDNN to choose it; closer to 1, two measurements could disagree."""
 
 
 def _onednn(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of matrices."""
+    """Return a @ b of two matrices."""
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")  # type: ignore[no-any-return]
 
 
 def has_onednn() -> bool:
-    """True where oneDNN gives the products that torch gives."""
+    """True if oneDNN is available and its products agree with torch's."""
     a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
     try:
         return bool(torch.equal(_onednn(a, b), torch.mm(a, b)))
@@ -44,10 +44,10 @@ def has_onednn() -> bool:
 
 
 def chosen_products(wanted: str) -> Products:
-    """What to compute with: "auto" becomes what is faster in a short measurement on this thread.
+    """Return the library to compute with; "auto" is the faster one in a short measurement on this thread.
 
     Raises:
-        SettingsError: oneDNN is wanted, and this torch or this processor has it not.
+        SettingsError: oneDNN is requested, but this torch or processor lacks it.
     """
     if wanted == "torch" or (wanted == "auto" and not has_onednn()):
         return "torch"
@@ -56,21 +56,21 @@ def chosen_products(wanted: str) -> Products:
     if not has_onednn():
         raise SettingsError(
             f'learner.products is "onednn", which torch {torch.__version__} does not have on this machine. Set it to '
-            '"torch"; a run that began with oneDNN then goes on with other rounding.'
+            '"torch"; a run that began with oneDNN then continues with other rounding.'
         )
     return "onednn"
 
 
 @lru_cache(maxsize=1)
 def _measured() -> Products:
-    """What is faster, found once in a process, whose models shall agree."""
+    """Return the faster library, measured once per process so that its models agree."""
     return "onednn" if min(_gain(*shape) for shape in _SHAPES) >= _MIN_GAIN else "torch"
 
 
 def _gain(rows: int, inputs: int, outputs: int) -> float:
-    """How many times as fast oneDNN is: the quotient of the shortest of 15 calls of each, one after the other.
+    """Return oneDNN's speed-up: the quotient of the shortest of 15 alternating calls of each.
 
-    Processor seconds of short calls in turns, since other processes disturb both for longer than a call.
+    Uses processor seconds of short calls in turn, since disturbances by other processes outlast a call.
     """
     a, b = torch.ones(rows, inputs), torch.ones(outputs, inputs).t()
     calls: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (torch.mm, _onednn)
@@ -104,9 +104,9 @@ def _addmm_(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: floa
 
 @contextmanager
 def computing_with(products: str) -> Iterator[None]:
-    """Inside the context, products of float32 matrices on the CPU are computed so: forward and backward alike.
+    """Compute float32 matrix products on the CPU with a library inside the context, forward and backward.
 
-    torch's own stay as they are outside of it, for an engine may live in the same process.
+    Products outside the context stay torch's, since an engine may run in the same process.
 
     Args:
         products: "torch" or "onednn".

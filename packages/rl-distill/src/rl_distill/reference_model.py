@@ -1,6 +1,6 @@
 """transformers' model of a policy, with a parameter for each tensor of its folder.
 
-Imports transformers, which comes with the extra `rl-distill[megatron]`.
+Imports transformers, which the extra `rl-distill[megatron]` installs.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class _Expert(nn.Module):
 
 
 class _Experts(nn.ModuleList):
-    """The experts of a layer one by one, where transformers holds all in two parameters."""
+    """The experts of a layer one by one; transformers holds all of them in two parameters."""
 
     def __init__(self, mixture: MixtureConfig, hidden_size: int, std: float) -> None:
         super().__init__(_Expert(hidden_size, mixture.ffn_hidden_size) for _ in range(mixture.num_experts))
@@ -37,7 +37,7 @@ class _Experts(nn.ModuleList):
             nn.init.normal_(parameter, std=std)
 
     def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """[T, hidden] of tokens [T, hidden] by their experts [T, top_k] and the shares of these."""
+        """Return outputs [T, hidden] of tokens [T, hidden] from their experts [T, top_k] and their weights."""
         out = torch.zeros_like(hidden)
         for index, expert in enumerate(self):
             tokens, places = torch.where(chosen == index)
@@ -47,14 +47,14 @@ class _Experts(nn.ModuleList):
 
 
 def reference_model(config_json: Mapping[str, Any], config: PolicyConfig, *, dtype: torch.dtype) -> Any:
-    """transformers' model with random weights, whose parameters are named as the tensors of its folder.
+    """Return transformers' model with random weights and parameters named as the folder's tensors.
 
-    A router's bias is one of them, float32 and without a gradient.
+    A router's bias is a float32 parameter without gradient.
 
     Args:
         config_json: The content of config.json.
-        config: What it says.
-        dtype: Of the parameters.
+        config: The parsed config.json.
+        dtype: dtype of the parameters.
     """
     model_class = getattr(transformers, config.architecture)
     model = model_class(model_class.config_class(**config_json))

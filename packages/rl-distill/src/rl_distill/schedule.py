@@ -1,4 +1,4 @@
-"""Learning rate of each step."""
+"""Learning rate schedule."""
 
 import math
 
@@ -6,10 +6,10 @@ from rl_distill.options import LearnerOptions
 
 
 def learning_rate_at(step: int, options: LearnerOptions) -> float:
-    """Learning rate of a step: linear warm-up, then constant, or a decay.
+    """Return the learning rate of a step: linear warm-up, then constant or decaying.
 
-    Where min_learning_rate is 0, no step of the warm-up or decay has rate 0: warm-up over W steps gives step s the
-    share s / W, and of a decay that ends at step D the share (D + 1 - s) / (D - W) is left at step s.
+    Even with min_learning_rate 0, no step of the warm-up or decay has rate 0: in a warm-up over W steps, step s has the
+    share s / W; in a decay that ends at step D, it has the share (D + 1 - s) / (D - W).
 
     Args:
         step: From 1.

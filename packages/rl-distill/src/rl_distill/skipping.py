@@ -1,4 +1,4 @@
-"""Updates that were skipped because something was not finite: counted, and when there are too many, the rows saved."""
+"""Counts updates skipped because of non-finite values; saves the rows and fails if there are too many in a row."""
 
 import json
 from pathlib import Path
@@ -18,19 +18,19 @@ MAX_SAVED_ROWS = 256
 
 
 class NonFiniteError(RLError, FloatingPointError):
-    """Loss or gradients were NaN or infinite too often; the weights are as they were before these updates."""
+    """Loss or gradients were not finite in too many updates in a row; the weights are those before these updates."""
 
 
 class SkippedUpdates:
-    """Counts updates in a row that were skipped."""
+    """Counts consecutive skipped updates."""
 
     @converts_arguments
     def __init__(self, *, most: int, directory: Path) -> None:
-        """Nothing was skipped yet.
+        """Start counting from 0.
 
         Args:
-            most: Skipped updates in a row that are put up with.
-            directory: Where the rows are saved when there is one more.
+            most: Maximum number of consecutive skipped updates.
+            directory: Folder for the rows of the update that exceeds the maximum.
         """
         self._most, self._directory = most, directory
         self.in_a_row = 0
@@ -40,12 +40,13 @@ class SkippedUpdates:
         """Count an update.
 
         Args:
-            result: Of the update.
-            batch: What it was made from.
-            what: Was updated, such as "policy".
+            result: Result of the update.
+            batch: Batch of the update.
+            what: The updated model, such as "policy".
 
         Raises:
-            NonFiniteError: More in a row were skipped than are put up with; the message names the file with the rows.
+            NonFiniteError: More consecutive updates were skipped than allowed; the message names the file with the
+                rows.
         """
         if result.is_applied:
             self.in_a_row = 0
@@ -67,12 +68,12 @@ class SkippedUpdates:
 
 @converts_arguments
 def save_rows(batch: Batch, rows: tuple[int, ...], file: Path) -> Path:
-    """Write rows as lines of JSON, to be looked at: keys, and every column's values.
+    """Write the keys and columns of rows as lines of JSON, for inspection.
 
     Args:
-        batch: Where they are.
-        rows: Which; the first 256 are written.
-        file: Is replaced.
+        batch: Batch of the rows.
+        rows: Indices of the rows; at most the first 256 are written.
+        file: File to write; an existing one is replaced.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w", encoding="utf-8") as stream:

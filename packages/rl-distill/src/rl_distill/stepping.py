@@ -1,4 +1,4 @@
-"""What both learners check and add up in an optimizer step."""
+"""Checks and calculations that both learners share in an optimizer step."""
 
 import re
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from rl_distill.options import LearnerOptions
 
 
 def open_policy(policy: Path | str | Mapping[str, Any], *, is_critic: bool = False) -> PolicySource:
-    """Understand a policy given as a Hugging Face folder, or as a config.json's content for random weights.
+    """Read a policy's configuration from a Hugging Face folder, or from a config.json's content for random weights.
 
     Args:
         policy: The folder, or the content.
-        is_critic: Also take a classifier of the same layers: a critic that was saved, or a reward model.
+        is_critic: Also accept a classifier with the same layers: a saved critic or a reward model.
 
     Raises:
         DataError: There is no valid config.json.
@@ -37,12 +37,12 @@ def open_policy(policy: Path | str | Mapping[str, Any], *, is_critic: bool = Fal
 
 
 def parameter_dtype(options: LearnerOptions) -> torch.dtype:
-    """torch dtype of the parameters, of options that were checked."""
+    """Return the torch dtype of the parameters from checked options."""
     return DTYPES[options.dtype]
 
 
 def check_trainable(batch: Batch) -> None:
-    """Refuse a batch in which nothing trains.
+    """Check that some token of the batch trains.
 
     Raises:
         ShapeError: loss_weights is missing, all zero, or not zero outside loss_mask.
@@ -61,12 +61,12 @@ def check_trainable(batch: Batch) -> None:
 
 
 def clip_scale(grad_norm: float, clip_grad: float) -> float:
-    """What gradients are multiplied by; 1 where they are within the limit, or clip_grad is 0."""
+    """Return the factor for gradients: 1 if their norm is within the limit or clip_grad is 0."""
     return min(1.0, clip_grad / (grad_norm + 1.0e-6)) if clip_grad > 0.0 else 1.0
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse what no distribution can be divided by.
+    """Check that a temperature is above 0.
 
     Raises:
         SettingsError: It is not above 0.
@@ -76,7 +76,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def check_open(is_open: bool) -> None:
-    """Refuse work on a closed learner.
+    """Check that a learner is open.
 
     Raises:
         NotReadyError: It was closed.

@@ -10,15 +10,15 @@ def supervised_objective(
     entropy: torch.Tensor | None,  # noqa: ARG001 - the signature of every objective
     micro_batch: MicroBatch,
 ) -> tuple[torch.Tensor, MetricSums]:
-    """Cross entropy weighted by `loss_weights`.
+    """Return the cross entropy weighted by `loss_weights`.
 
     Args:
         policy_logprobs: [T] logprobs of the tokens.
         entropy: Not used.
-        micro_batch: Has loss_weights [T] and loss_mask [T].
+        micro_batch: Needs the columns loss_weights [T] and loss_mask [T].
 
     Returns:
-        The loss, and the sums for `nll` (mean over the trained tokens, natural log).
+        The loss, and the metric sums of `nll` (mean over trained tokens, natural log).
     """
     mask = micro_batch.columns["loss_mask"]
     losses = torch.where(mask, -policy_logprobs, 0.0)

@@ -1,4 +1,4 @@
-"""The teachers' output matrices beside a student, so that whole distributions never travel."""
+"""Teachers' output matrices held by the student, so that whole distributions are never sent."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,21 +20,21 @@ def read_heads(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> list[Tensor]:
-    """A rank's slices of the teachers' output matrices [V of the slice, H].
+    """Read a rank's slices [V of the slice, H] of the teachers' output matrices.
 
-    Rows of a teacher beyond the student's vocabulary, with which it is padded, are left out.
+    Drops a teacher's padding rows beyond the student's vocabulary.
 
     Args:
         folders: Hugging Face folders of the teachers.
-        student: What its config.json says.
-        dtype: Of the matrices.
-        device: Where to.
-        rank: Which slice of the vocabulary.
-        num_ranks: Slices, which are all equally long; the last is padded with zeros.
+        student: The student's configuration.
+        dtype: dtype of the matrices.
+        device: Device of the matrices.
+        rank: Index of the vocabulary slice.
+        num_ranks: Number of slices of equal length; the last is padded with zeros.
 
     Raises:
-        SettingsError: A teacher knows fewer tokens than the student.
-        DataError: A file or tensor is missing or torn.
+        SettingsError: A teacher has a smaller vocabulary than the student.
+        DataError: A file or tensor is missing or incomplete.
     """
     width = -(-student.vocab_size // num_ranks)
     first = rank * width

@@ -1,4 +1,4 @@
-"""What tokens must be for a policy: checked once by the caller, before ranks compute with them."""
+"""Checks of a batch's tokens against the policy, made once by the caller before ranks compute."""
 
 import itertools
 
@@ -11,10 +11,10 @@ from rl_distill.prefixes import ROUTED_EXPERTS
 
 
 def check_tokens(batch: Batch, config: PolicyConfig) -> None:
-    """Refuse tokens outside the vocabulary, and experts that are repeated, partly unknown, or not the policy's.
+    """Check that tokens are in the vocabulary, and that experts are distinct, fully known and the policy's.
 
     Raises:
-        ShapeError: Names the row, what was found, and what would do.
+        ShapeError: They are not; the message names the row, what was found, and what works.
     """
     ids = batch.ragged("input_ids")
     is_outside = (ids.values < 0) | (ids.values >= config.vocab_size)

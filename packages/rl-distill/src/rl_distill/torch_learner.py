@@ -1,6 +1,6 @@
-"""The reference learner: transformers' model and torch's AdamW, padded; the oracle in tests.
+"""Reference learner: transformers' model with padding and torch's AdamW; the oracle in tests.
 
-Needs transformers, which comes with the extra `rl-distill[megatron]`.
+Needs transformers, which the extra `rl-distill[megatron]` installs.
 """
 
 import math
@@ -46,7 +46,7 @@ from rl_distill.teacher_heads import read_heads
 
 
 class TorchLearner:
-    """Trains a policy with torch alone, in one process; see `rl_distill.learner.Learner`.
+    """A learner on torch alone, in one process; see `rl_distill.learner.Learner`.
 
     Attributes:
         step: Optimizer steps done so far.
@@ -60,12 +60,12 @@ class TorchLearner:
 
         Args:
             policy: A Hugging Face folder with safetensors, or a config.json's content for random weights.
-            options: How to train.
-            device: Where to; None for the CPU.
+            options: Options of training.
+            device: Device of the model; None is the CPU.
 
         Raises:
             SettingsError: The architecture or a setting is not supported.
-            DataError: A file or tensor of the folder is missing or torn.
+            DataError: A file or tensor of the folder is missing or incomplete.
         """
         options.check()
         self._source = open_policy(policy)
@@ -91,16 +91,16 @@ class TorchLearner:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the policy; a tied head counts once."""
+        """Number of parameters of the policy; a tied head counts once."""
         return sum(parameter.numel() for parameter in self._parameters.values())
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Names served from another tensor."""
+        """Return the names that share another name's tensor."""
         return self._source.config.tied
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
-        """Logprobs of all tokens, float32, in the batch's row order, first token 0."""
+        """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
         check_open(self._is_open)
         packs = self._packs(batch)
         with computing_with(self._options.products), torch.no_grad():
@@ -116,7 +116,7 @@ class TorchLearner:
         with_entropy: bool = False,
         with_tokens: bool = False,
     ) -> StepResult:
-        """One optimizer step on the whole batch.
+        """Take one optimizer step on the whole batch.
 
         Raises:
             ShapeError: loss_weights is missing or all zero.
@@ -158,13 +158,13 @@ class TorchLearner:
         )
 
     def export_weights(self) -> Mapping[str, Tensor]:
-        """All weights by Hugging Face name; views, valid until the next step."""
+        """Return all weights by Hugging Face name, as views that are valid until the next step."""
         check_open(self._is_open)
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @converts_arguments
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:  # noqa: ARG002 - written at once
-        """Write a checkpoint into an empty directory, before it returns.
+        """Write a checkpoint into an empty directory, always in the foreground.
 
         Raises:
             CheckpointError: The directory has files in it.
@@ -186,7 +186,7 @@ class TorchLearner:
         """Continue from `save`.
 
         Raises:
-            CheckpointError: Missing, torn, or of another model; the learner is unchanged.
+            CheckpointError: The checkpoint is missing, incomplete or of another model; the learner is unchanged.
         """
         check_open(self._is_open)
         step = read_header(directory, config=self._source.config, dtype=self._options.dtype)
@@ -250,14 +250,14 @@ class TorchLearner:
             folders: Hugging Face folders, in the order of the column `teacher_index`.
 
         Raises:
-            SettingsError: A teacher knows fewer tokens than the policy.
-            DataError: A file or tensor is missing or torn.
+            SettingsError: A teacher has a smaller vocabulary than the policy.
+            DataError: A file or tensor is missing or incomplete.
         """
         dtype = parameter_dtype(self._options)
         self._teacher_heads = read_heads(folders, self._source.config, dtype=dtype, device=self._device)
 
     def _compared(self, pack: Pack, logits: Tensor, comparison: Comparison | None) -> MicroBatch:
-        """The micro-batch, with what comes of comparing logits [T, V] with teachers."""
+        """Return the micro-batch with the columns from comparing logits [T, V] with teachers."""
         micro = pack.micro_batch
         if comparison is None:
             return micro
@@ -270,7 +270,7 @@ class TorchLearner:
         return with_measures(micro, columns)
 
     def _score(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Logprobs and entropy [T] of a pack and the logits [T, V] they are from, from a right-padded batch."""
+        """Return logprobs and entropy [T] of a pack, and their logits [T, V], from a right-padded batch."""
         micro_batch = pack.micro_batch
         rows = torch.repeat_interleave(torch.arange(len(pack.rows), device=self._device), micro_batch.offsets.diff())
         steps = micro_batch.position_ids
@@ -288,13 +288,13 @@ class TorchLearner:
 
 
 def _piece(name: str, tensor: Tensor) -> Piece:
-    """A whole tensor under a name; on the CPU it is the tensor itself, to be read or filled."""
+    """Return a whole tensor under a name; on the CPU, the tensor itself, to read or fill."""
     shape = tuple(tensor.shape)
     return Piece(name=name, shape=shape, offsets=(0,) * len(shape), tensor=tensor.detach().cpu().contiguous())
 
 
 def _adamw(parameters: list[Tensor], options: LearnerOptions) -> torch.optim.AdamW:
-    """megatron's parameter groups: no weight decay on vectors, which are the norms."""
+    """Return AdamW with Megatron's parameter groups: no weight decay on vectors, which are the norms."""
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},

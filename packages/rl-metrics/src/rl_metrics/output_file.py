@@ -12,7 +12,7 @@ def check_output(output: Path, *, what: str, endings: Sequence[str]) -> None:
     Args:
         output: Where to write.
         what: What is written, such as "the report".
-        endings: Of which the file must have one, such as ".html".
+        endings: Allowed endings of the file, such as ".html".
 
     Raises:
         SettingsError: It has another ending or is a folder, or its folder is missing.

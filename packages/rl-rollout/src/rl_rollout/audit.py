@@ -1,4 +1,4 @@
-"""Proof that what trains is what was sampled."""
+"""Proof that the tokens that train are the tokens that the engine sampled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,10 +33,10 @@ class AuditOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a share that is none.
+        """Check the shares.
 
         Raises:
-            SettingsError: It is not from 0 to 1.
+            SettingsError: A share is not from 0 to 1.
         """
         for name in ("share", "rescored_share"):
             if not 0 <= getattr(self, name) <= 1:
@@ -45,14 +45,14 @@ class AuditOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSpan:
-    """What the engine gave to one request.
+    """The tokens that the engine sampled for one request.
 
     Attributes:
-        input_ids: [P] int32 what it was asked to continue.
-        token_ids: [R] int32 what it sampled.
+        input_ids: [P] int32, the context of the request.
+        token_ids: [R] int32, the sampled tokens.
         logprobs: [R] float32.
         policy_versions: [R] int32.
-        routed_experts: [P + R, layers, top_k] int16, where the engine told them.
+        routed_experts: [P + R, layers, top_k] int16; None if the engine did not report experts.
     """
 
     input_ids: IntArray
@@ -63,7 +63,7 @@ class SampledSpan:
 
     @classmethod
     def of(cls, input_ids: IntArray, generation: Generation) -> "SampledSpan":
-        """A copy, so that nothing that is done to the generation afterwards changes it."""
+        """Copy the generation's arrays, so that later changes to the generation do not reach the span."""
         return cls(
             input_ids=input_ids,
             token_ids=np.array(generation.token_ids),
@@ -74,9 +74,9 @@ class SampledSpan:
 
 
 class RecordingEngine:
-    """An engine that remembers what it sampled; everything but `generate` is the engine's own.
+    """An engine that records the tokens it samples. Everything but `generate` is passed to the wrapped engine.
 
-    Requests that continue one another share one copy of their tokens, so a session's context is kept once.
+    Requests that continue one another share one copy of their tokens, so a session's context is stored once.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -87,12 +87,12 @@ class RecordingEngine:
 
     @property
     def as_engine(self) -> RolloutEngine:
-        """This object, as the engine that it stands for."""
+        """Return this object, typed as the wrapped engine."""
         return cast(RolloutEngine, self)
 
     @property
     def spans(self) -> list[SampledSpan]:
-        """What was sampled, request by request."""
+        """Return the recorded spans, one per request."""
         return [replace(span, input_ids=self._contexts[index][:size]) for index, size, span in self._sampled]
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
@@ -103,7 +103,7 @@ class RecordingEngine:
         return generations
 
     def _context_of(self, input_ids: IntArray) -> int:
-        """Which context begins with these tokens; they replace one that they continue."""
+        """Return the stored context that begins with these tokens. They replace a context that they continue."""
         for index, context in enumerate(self._contexts):
             size = min(len(context), len(input_ids))
             if size and context[size - 1] == input_ids[size - 1] and np.array_equal(context[:size], input_ids[:size]):
@@ -114,26 +114,26 @@ class RecordingEngine:
         return len(self._contexts) - 1
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the engine has."""
+        """Return an attribute of the wrapped engine."""
         return getattr(self._engine, name)
 
 
 def audit_session(
     trajectories: Sequence[Trajectory], spans: Sequence[SampledSpan], *, group: Sequence[Trajectory] = ()
 ) -> None:
-    """Prove each trajectory of a session with its experts, and that the session trains no token twice.
+    """Prove every trajectory of a session with its experts, and that the session trains no token twice.
 
-    A session that goes on in several trajectories trains each sampled token in one of them, and masks it in the others.
-    Two trajectories may train equal tokens after equal ones only where the engine sampled them that often; sessions
-    may share what was sampled once.
+    If a session has several trajectories, each sampled token trains in one of them and is masked in the others. Two
+    trajectories may train equal tokens after equal contexts only if the engine sampled them that often. Sessions may
+    share a context that was sampled once.
 
     Args:
-        trajectories: All of a session.
-        spans: What the engine gave to the prompt's sessions, in any order.
-        group: All trajectories of the prompt's sessions, these ones included, which may need spans too.
+        trajectories: All trajectories of one session.
+        spans: The engine's outputs for the prompt's sessions, in any order.
+        group: All trajectories of the prompt's sessions, including these. They may use the same spans.
 
     Raises:
-        DataError: A token breaks this; the message names its trajectory and position.
+        DataError: A token breaks a rule. The message names its trajectory and position.
     """
     for trajectory in trajectories:
         audit_trajectory(trajectory, spans)
@@ -143,19 +143,19 @@ def audit_session(
 
 
 def audit_trajectory(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> None:
-    """Prove that each trained token was sampled, after exactly the tokens that stand before it.
+    """Prove that each trained token was sampled right after exactly the tokens that precede it.
 
-    A trained token at position t is proven by a span whose input_ids and first sampled tokens are the trajectory's
-    tokens 0..t, and which gave that token with exactly this logprob and this version. So a token that was
-    tokenized again, a context that was changed after sampling, a moved mask or an edited logprob is found. Masked
-    tokens may be anything, but carry no logprob and no version.
+    A span proves a trained token at position t under two conditions. Its input_ids and first sampled tokens equal the
+    trajectory's tokens 0..t, and it sampled that token with exactly this logprob and version. This finds tokens that
+    were tokenized again, contexts changed after sampling, moved masks and edited logprobs. Masked tokens may have any
+    id, but have no logprob and no version.
 
     Args:
-        trajectory: What a loop gave.
-        spans: What the engine gave to the prompt's sessions, in any order.
+        trajectory: A trajectory that a loop returned.
+        spans: The engine's outputs for the prompt's sessions, in any order.
 
     Raises:
-        DataError: A token breaks this, and the message names its position.
+        DataError: A token breaks a rule. The message names its position.
     """
     mask = trajectory.loss_mask
     untouched = (trajectory.rollout_logprobs == 0) & (trajectory.policy_versions == NO_VERSION)
@@ -176,18 +176,19 @@ def audit_trajectory(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> No
 
 
 def audit_experts(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> None:
-    """Prove that the experts of a mixture in a trajectory are those that the engine used.
+    """Prove that a trajectory's routed experts are those that the engine used.
 
-    The row before a trained token is as a span told that gave this token, with its logprob and version. Other rows, as
-    of a prompt or a tool's reply, are as some span told whose input begins the trajectory. A row that no such span told
-    is -1. Rows from the last trained token on are not read: nothing that trains comes after them.
+    The row before a trained token must equal the row of a span that sampled this token with its logprob and version.
+    Other rows, such as those of a prompt or a tool's reply, must equal the row of some span whose input begins the
+    trajectory. A row that no such span reports must be -1. Rows from the last trained token on are ignored, because no
+    trained token depends on them.
 
     Args:
-        trajectory: What a loop gave; its tokens are proven.
-        spans: What the engine gave to the prompt's sessions, in any order.
+        trajectory: A trajectory that a loop returned, with proven tokens.
+        spans: The engine's outputs for the prompt's sessions, in any order.
 
     Raises:
-        DataError: A row is another one; the message names its trajectory, token and layer.
+        DataError: A row differs. The message names its trajectory, token and layer.
     """
     num_rows = int(np.flatnonzero(trajectory.loss_mask).max(initial=0))
     told = [(experts, span) for span in _own_first(trajectory, spans) if (experts := span.routed_experts) is not None]
@@ -218,7 +219,7 @@ def audit_experts(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> None:
 
 
 def _own_first(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> Sequence[SampledSpan]:
-    """All spans; where one request gave a session each, the trajectory's own comes first."""
+    """Order the spans so that the trajectory's own span comes first, if each session made one request."""
     first = trajectory.session_index % len(spans) if spans else 0
     return (*spans[first:], *spans[:first])
 
@@ -232,7 +233,7 @@ def _check_shape(trajectory: Trajectory, given: ExpertArray, experts: ExpertArra
 
 
 def _told(trajectory: Trajectory, span: SampledSpan, num_rows: int) -> tuple[BoolArray, BoolArray]:
-    """[num_rows] bool each: the span told the row of a trajectory that its input begins; and gave the next token."""
+    """Return two [num_rows] bool arrays: rows that the span reports, and rows whose next token it sampled."""
     known, unproven = np.zeros(num_rows, dtype=np.bool_), np.ones(len(trajectory.input_ids), dtype=np.bool_)
     if span.routed_experts is not None and _prove(trajectory, span, unproven):
         size = min(_agreement(trajectory, span), num_rows)
@@ -241,7 +242,7 @@ def _told(trajectory: Trajectory, span: SampledSpan, num_rows: int) -> tuple[Boo
 
 
 def _prove(trajectory: Trajectory, span: SampledSpan, unproven: BoolArray) -> bool:
-    """Clear what the span proves; False when it proves nothing."""
+    """Clear the positions that the span proves. Return False if it proves none."""
     start, num_tokens = len(span.input_ids), len(trajectory.input_ids)
     if not 0 < start < num_tokens or trajectory.input_ids[start - 1] != span.input_ids[-1] or not len(span.token_ids):
         return False  # most spans of other sessions end here
@@ -265,7 +266,7 @@ def _check_once(
     spans: Sequence[SampledSpan],
     group: Sequence[Trajectory],
 ) -> None:
-    """Refuse a token that an earlier trajectory of the session trains too, unless it was sampled for both."""
+    """Refuse a token that an earlier trajectory of the session trains too, unless the engine sampled it for both."""
     trained_before = np.sum([_trains_too(trajectory, other) for other in earlier], axis=0)
     if not trained_before.any():
         return
@@ -281,7 +282,7 @@ def _check_once(
 
 
 def _trains_too(trajectory: Trajectory, other: Trajectory) -> BoolArray:
-    """[T] bool, tokens that both train, after the same tokens and with the same logprob and version."""
+    """Return [T] bool: tokens that both trajectories train after the same tokens, with the same logprob and version."""
     size = min(len(trajectory.input_ids), len(other.input_ids))
     is_shared = np.zeros(len(trajectory.input_ids), dtype=np.bool_)
     is_shared[:size] = trajectory.loss_mask[:size] & other.loss_mask[:size]
@@ -295,14 +296,14 @@ def _trains_too(trajectory: Trajectory, other: Trajectory) -> BoolArray:
 
 
 def _samples(trajectory: Trajectory, span: SampledSpan) -> BoolArray:
-    """[T] bool, tokens of a trajectory that a span gave, after these tokens and with this logprob and version."""
+    """Return [T] bool: tokens that the span sampled after the same tokens, with the same logprob and version."""
     unproven = np.ones(len(trajectory.input_ids), dtype=np.bool_)
     _prove(trajectory, span, unproven)
     return ~unproven
 
 
 def _explanation(trajectory: Trajectory, spans: Sequence[SampledSpan], *, position: int) -> str:
-    """What is wrong with the first token that nothing proves."""
+    """Describe what is wrong with the first unproven token."""
     where = f"{_name(trajectory)}: token {position} ({trajectory.input_ids[position]}) is trained"
     advice = "Mask tokens that the policy did not sample, never tokenize a response again, and keep what was sampled."
     if not spans:
@@ -320,7 +321,7 @@ def _explanation(trajectory: Trajectory, spans: Sequence[SampledSpan], *, positi
 
 
 def _agreement(trajectory: Trajectory, span: SampledSpan) -> int:
-    """How many first tokens of the trajectory are the request's and its response's."""
+    """Return how many leading tokens of the trajectory equal those of the request and its response."""
     asked = np.concatenate([span.input_ids, span.token_ids])
     size = min(len(asked), len(trajectory.input_ids))
     is_same = trajectory.input_ids[:size] == asked[:size]

@@ -132,12 +132,12 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _as_json(found: dict[str, Any]) -> str:
-    """One JSON object, without numbers that JSON does not have, and without any control character as it is."""
+    """Format one JSON object without NaN, infinity or control characters."""
     return json_text(as_plain(msgspec.to_builtins(found), is_finite=True))
 
 
 def _say_progress(num_read: int, num_all: int) -> None:
-    """How far reading is, in a line of a terminal that is gone at the end."""
+    """Show the reading progress in a terminal line, and erase it at the end."""
     _erase_line(f"read {num_read} of {num_all} entries" if num_read < num_all else "")
 
 
@@ -186,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_verb(verbs: Any, name: str, *, run: Callable[[argparse.Namespace], int], texts: tuple[str, str, str]) -> Any:
-    """A verb with its help, its description and its examples."""
+    """Add a verb with its help, description and examples."""
     summary, description, examples = texts
     shown = "\n".join(f"  rl-rollout cache {name} {example}" for example in examples.split("\n"))
     verb: argparse.ArgumentParser = verbs.add_parser(
@@ -238,14 +238,14 @@ def _add_verify(verbs: Any) -> None:
 
 def _add_prune(verbs: Any) -> None:
     description = (
-        "Removes what writers left that died, then the entries that are named, then with --broken what is broken, for\n"
-        "which it reads everything, then with --max-bytes what was set aside and the oldest entries until no more\n"
-        "than SIZE is left. Entries go whole, also while runs use the directory. Units: k, M, G, T are powers of\n"
-        "1000; Ki, Mi, Gi, Ti of 1024. On an object store, what a writer left counts as such after an hour."
+        "Removes leftovers of dead writers, then the named entries. --broken also removes broken entries, and reads\n"
+        "everything for that. --max-bytes then removes set-aside and the oldest entries until at most SIZE is left.\n"
+        "Entries are removed whole, also while runs use the directory. Units: k, M, G, T are powers of 1000; Ki, Mi,\n"
+        "Gi, Ti of 1024. On an object store, a write counts as a leftover after an hour."
     )
     examples = "skip-cache --max-bytes 50G --dry-run\nskip-cache --broken\nskip-cache train-00000007-0000 8"
-    verb = _add_verb(verbs, "prune", run=_prune, texts=("remove what is old, broken or named", description, examples))
+    verb = _add_verb(verbs, "prune", run=_prune, texts=("remove old, broken or named entries", description, examples))
     verb.add_argument("entries", nargs="*", metavar="ENTRY", help="names or steps of entries to remove")
-    verb.add_argument("--max-bytes", type=_size, metavar="SIZE", help="most bytes of everything that stays")
+    verb.add_argument("--max-bytes", type=_size, metavar="SIZE", help="maximum size of what is kept")
     verb.add_argument("--broken", action="store_true", help=BROKEN)
     verb.add_argument("--dry-run", action="store_true", help="say what would go; change nothing")

@@ -1,4 +1,4 @@
-"""Which groups are worth training on; another package adds a filter with the entry point group `rl_rollout.filters`."""
+"""Filters that select the groups to train on. Packages add filters by the entry point group `rl_rollout.filters`."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from rl_rollout.rollout import GroupResult
 from rl_rollout.user_files import find_in
 
 GroupFilter = Callable[[GroupResult], str | None]
-"""Why a group shall not train, in a few words; None keeps it."""
+"""Return a short reason why a group must not train, or None to keep it."""
 
 FILTERS: Registry[Any] = Registry(
     "group filter",
@@ -21,9 +21,9 @@ FILTERS: Registry[Any] = Registry(
 
 
 def reward_spread(group: GroupResult) -> str | None:
-    """Refuse a group whose sessions all got the same reward: it has no advantage to learn from (DAPO, 2025).
+    """Refuse a group whose sessions all have the same reward, because its advantages are zero (DAPO, 2025).
 
-    A session counts with the reward of its last trajectory; one without a finite reward does not count.
+    A session's reward is that of its last trajectory. Sessions without a finite reward are ignored.
     """
     rewards = {session.trajectories[-1].reward for session in group.sessions if _trains(session)}
     if len(rewards) > 1:
@@ -32,10 +32,10 @@ def reward_spread(group: GroupResult) -> str | None:
 
 
 def resolve_filter(reference: str) -> GroupFilter:
-    """The group filter of a name, or of `path.py:function`.
+    """Return the group filter with this name, or the one at `path.py:function`.
 
     Raises:
-        SettingsError: There is no such name, file or function.
+        SettingsError: No such name, file or function exists.
     """
     found = find_in(FILTERS, reference)
     if not callable(found):

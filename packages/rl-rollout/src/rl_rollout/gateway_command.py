@@ -16,9 +16,9 @@ def serve(arguments: argparse.Namespace) -> int:
     """Serve a model folder to agents, and keep what trains.
 
     Serves a model folder to agents, over OpenAI's and Anthropic's APIs, and keeps exactly the tokens that it samples.
-    Whoever has the owner's key opens sessions, one for each run of an agent; the session's key is the agent's API key.
+    The owner's key opens sessions, one for each run of an agent; the session's key is the agent's API key.
     With --open-session one session is open from the beginning: point any SDK at it. With --sessions the next start
-    goes on with it, and shows the same key.
+    continues it, and shows the same key.
     Ctrl-C or SIGTERM ends it; requests under way get some seconds.
 
     Examples:
@@ -56,14 +56,14 @@ def export_sessions(arguments: argparse.Namespace) -> int:
 
 
 def _called(place: str, arguments: argparse.Namespace) -> int:
-    """What a function of a module of the gateway gives."""
+    """Import a function from a module of the gateway."""
     module, name = place.split(":")
     called: Callable[[argparse.Namespace], int] = getattr(import_module(f"rl_rollout.gateway.{module}"), name)
     return called(arguments)
 
 
 def add_gateway(parts: Any) -> None:
-    """Add the commands to those of `rl-rollout`."""
+    """Add the commands to the `rl-rollout` command line."""
     parser = _command(parts, "serve", serve)
     names = ", ".join(name for name in known_engines() if name != "scripted")
     add = parser.add_argument
@@ -76,7 +76,7 @@ def add_gateway(parts: Any) -> None:
     add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
     add("--model", metavar="NAME", help="what clients see (default: the folder's name)")
     add("--owner-key-file", type=Path, metavar="FILE", help="holds the owner's key; made if it is not there")
-    add("--sessions", type=Path, metavar="FOLDER", help="keep sessions there; a restart goes on with them")
+    add("--sessions", type=Path, metavar="FOLDER", help="keep sessions there; a restart continues them")
     queue = "put finished sessions into the SharedMemoryQueue with this `address`; needs --sessions"
     add("--queue", metavar="ADDRESS", help=queue)
     add("--open-session", action="store_true", help="open a session without limits at once, and show its key")
@@ -108,7 +108,7 @@ def add_gateway(parts: Any) -> None:
 
 
 def _command(parts: Any, name: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-    """A command with a function's docstring as its help."""
+    """Add a command that uses a function's docstring as its help."""
     summary, _, description = inspect.cleandoc(run.__doc__ or "").partition("\n")
     parser: argparse.ArgumentParser = parts.add_parser(
         name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter

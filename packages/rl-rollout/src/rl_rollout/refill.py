@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups that teach nothing are replaced by groups of other prompts, a bounded number of times."""
+"""Dynamic sampling: replace groups without a training signal by groups of other prompts, in limited rounds."""
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
@@ -24,22 +24,22 @@ class RefillOptions:
     max_rounds: int = 4
 
     def problems(self) -> Iterator[str]:
-        """What cannot be."""
+        """Check the options."""
         if self.max_rounds < 1:
             yield f"max_rounds must be at least 1; found {self.max_rounds}."
 
 
 @record
 class Refilled:
-    """What came of all rounds.
+    """The result of all generation rounds.
 
     Attributes:
-        groups: What trains, at most as many as wanted: first those that were kept, then those that make up for the
-            missing, each in the order in which they were asked for.
+        groups: Groups to train on, at most as many as wanted. Kept groups come first, then refused groups that fill
+            missing places, each in the order of their prompts.
         refused: Groups that do not train, with the reason.
         failed: Groups whose sessions all failed.
-        num_rounds: Rounds of generation.
-        num_made_up: How many of `groups` the filter had refused.
+        num_rounds: Number of generation rounds.
+        num_made_up: Number of `groups` that the filter had refused.
     """
 
     groups: tuple[GroupResult, ...]
@@ -57,14 +57,14 @@ async def refill(
     keep: GroupFilter,
     max_rounds: int,
 ) -> Refilled:
-    """Run groups of prompts until there are enough that the filter keeps.
+    """Run groups of prompts until the filter has kept enough of them.
 
     Args:
         run: Runs all sessions of prompts, such as `Rollout.run` with its arguments.
-        take: The next prompts.
-        wanted: Groups that shall train.
+        take: Returns the next prompts.
+        wanted: Number of groups to train on.
         keep: See `GroupFilter`.
-        max_rounds: Most calls of `run`.
+        max_rounds: Maximum number of calls of `run`.
 
     Raises:
         SettingsError: wanted or max_rounds is below 1.

@@ -1,4 +1,4 @@
-"""New rewards for sessions that ended long ago, such as those of a skip cache."""
+"""New rewards for sessions that ended earlier, such as those of a skip cache."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -15,25 +15,25 @@ Judge = Callable[[SessionResult, LoopContext], Judged]
 
 
 def can_score_again(loop: AgentLoop | type[AgentLoop]) -> bool:
-    """True when a loop, or a class of loops, can tell from a stored session what its reward judges."""
+    """Return True if a loop, or a class of loops, can recover from a stored session the text that its reward judges."""
     return callable(getattr(loop, "judged", None))
 
 
 async def score_again(
     groups: Sequence[tuple[Prompt, Sequence[SessionResult]]], *, loop: AgentLoop, context: LoopContext
 ) -> list[tuple[SessionResult, ...]]:
-    """The sessions of prompts with the rewards that the context's scorer gives now.
+    """Return the prompts' sessions with rewards from the context's current scorer.
 
-    Sessions that failed stay as they are; extras of the earlier reward stay where the new one gives none of that name.
+    Failed sessions stay unchanged. Reward components stay if the new reward has none of the same name.
 
     Raises:
-        SettingsError: The loop cannot tell from a session what its reward judges.
+        SettingsError: The loop cannot recover from a session the text that its reward judges.
     """
     judged: Judge | None = getattr(loop, "judged", None)
     if judged is None:
         raise SettingsError(
             f"{loop_name(loop)} cannot tell from a stored session what its reward judges (it has no `judged`). Keep "
-            "the stored rewards, or generate anew."
+            "the stored rewards, or generate again."
         )
     return list(await asyncio.gather(*(_score(*group, judged, loop, context) for group in groups)))
 

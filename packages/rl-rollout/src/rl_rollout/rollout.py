@@ -1,4 +1,4 @@
-"""Runs an agent loop over many prompts at once."""
+"""Runs an agent loop over many prompts concurrently."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -26,15 +26,15 @@ log = structlog.get_logger(__name__)
 
 @record
 class GroupResult:
-    """What became of all sessions of one prompt.
+    """The outcome of all sessions of one prompt.
 
     Attributes:
         prompt: The prompt.
-        sessions: One result a session, in order.
-        error: What the loop raised, when the whole group failed at once.
-        num_audited: Sessions that were audited.
-        num_audit_failures: Sessions that failed for what the audit found.
-        rescored: Of those that were scored again.
+        sessions: One result per session, in order.
+        error: The loop's error, if the whole group failed at once.
+        num_audited: Number of audited sessions.
+        num_audit_failures: Number of sessions that failed the audit.
+        rescored: Results of the sessions that the engine scored again.
     """
 
     prompt: Prompt
@@ -46,17 +46,17 @@ class GroupResult:
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """Trajectories of the sessions that did not fail."""
+        """Return the trajectories of the sessions that succeeded."""
         return tuple(t for session in self.sessions if session.failure is None for t in session.trajectories)
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Why sessions failed, one for each that did."""
+        """Return one reason per failed session."""
         return tuple(session.failure for session in self.sessions if session.failure is not None)
 
 
 OnGroup = Callable[[GroupResult], Awaitable[None] | None]
-"""Called with each group as its last session settles, in the order of settling."""
+"""Called with each group when its last session ends, in the order of completion."""
 
 
 @settings_record
@@ -72,7 +72,7 @@ class RolloutOptions:
     audit: AuditOptions = field(default_factory=AuditOptions)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
+        """Check the options.
 
         Raises:
             SettingsError: max_concurrent_groups is not positive.
@@ -82,9 +82,9 @@ class RolloutOptions:
 
 
 class Rollout:
-    """Prompts in, settled groups out; one group's failure never touches another.
+    """Runs groups of sessions. A failed group does not affect the others.
 
-    A session is audited before it counts: one whose tokens are not those that the engine sampled is failed.
+    Sessions are audited first. A session fails if its tokens are not those that the engine sampled.
     """
 
     def __init__(
@@ -98,16 +98,16 @@ class Rollout:
         options: RolloutOptions | None = None,
         served: ServedVersion | None = None,
     ) -> None:
-        """Join the parts; nothing runs yet.
+        """Store the parts. Nothing runs yet.
 
         Args:
-            engine: Started by the caller, and closed by it.
-            loop: What a session does; started and closed with this.
-            scorer: Gives rewards.
-            decode: Text of token sequences, such as `PromptTokenizer.decode`.
-            tokenizer: For loops that have more than one turn; the others need none.
-            options: How groups are run.
-            served: Tells which weights the engine serves; None where these are never replaced during `run`.
+            engine: The engine. The caller starts and closes it.
+            loop: The agent loop. This object starts and closes it.
+            scorer: Computes rewards.
+            decode: Decodes token sequences, for example `PromptTokenizer.decode`.
+            tokenizer: Required by loops with more than one turn.
+            options: Concurrency and audit.
+            served: Returns the weight version that the engine serves. None if weights never change during `run`.
         """
         self._engine = engine
         self._loop = loop
@@ -121,10 +121,10 @@ class Rollout:
         self._is_started = False
 
     async def start(self) -> None:
-        """Start the loop, if it has anything to start: its tools, servers and checks; `run` does so otherwise.
+        """Start the loop's tools, servers and checks. `run` does this if the caller does not.
 
         Raises:
-            SettingsError: The loop cannot work with these settings, or this tokenizer.
+            SettingsError: The loop does not support these settings or this tokenizer.
         """
         start = getattr(self._loop, "start", None)
         if start is not None and not self._is_started:
@@ -133,16 +133,16 @@ class Rollout:
 
     @property
     def scorer(self) -> RewardScorer:
-        """What gives rewards."""
+        """Return the reward scorer."""
         return self._scorer
 
     @property
     def tool_schemas(self) -> list[dict[str, Json]]:
-        """The tools of the loop as the chat template shows them; none where it has none, or is not started."""
+        """Return the loop's tools as the chat template shows them. Empty if the loop has none or is not started."""
         return list(getattr(self._loop, "tool_schemas", ()))
 
     def close(self) -> None:
-        """Close the loop: no server of a tool stays behind. Can be called twice."""
+        """Close the loop and stop its tool servers. Safe to call twice."""
         close = getattr(self._loop, "close", None)
         if close is not None:
             close()
@@ -159,22 +159,22 @@ class Rollout:
     ) -> list[GroupResult]:
         """Run num_sessions sessions of each prompt.
 
-        When this call is cancelled, or `on_group` raises, every request of the engine is aborted.
+        If this call is cancelled or `on_group` raises, all of the engine's requests are aborted.
 
         Args:
-            prompts: With distinct uids.
-            num_sessions: Sessions of each prompt.
-            sampling: How to draw; its own seed is replaced.
-            seed: Of the run. A prompt's draws depend on it and the prompt's uid alone, not on order or
-                company. None draws without seeds; greedy sampling needs none.
-            on_group: Called with each result as it settles; awaited when it returns an awaitable.
+            prompts: Prompts with distinct uids.
+            num_sessions: Number of sessions per prompt.
+            sampling: Sampling parameters. `seed` replaces their seed.
+            seed: The run's seed. A prompt's samples depend only on it and the prompt's uid, not on order or on other
+                prompts. None samples without seeds; greedy sampling needs none.
+            on_group: Called with each result as its group ends. An awaitable result is awaited.
 
         Returns:
-            One result a prompt, in the order of `prompts`.
+            One result per prompt, in the order of `prompts`.
 
         Raises:
             SettingsError: num_sessions is below 1, or the loop cannot start.
-            DataError: Two prompts have one uid.
+            DataError: Two prompts have the same uid.
         """
         if num_sessions < 1:
             raise SettingsError(f"num_sessions must be at least 1; found {num_sessions}.")
@@ -198,10 +198,10 @@ class Rollout:
         return [group.result() for group in groups]
 
     async def score_again(self, groups: Sequence[GroupResult]) -> list[GroupResult]:
-        """The same trajectories with the rewards of now; sessions that failed stay as they are.
+        """Return the same trajectories with rewards from the current scorer. Failed sessions stay unchanged.
 
         Raises:
-            SettingsError: The loop cannot tell from a stored session what its reward judges.
+            SettingsError: The loop cannot recover from a stored session the text that its reward judges.
         """
         await self.start()
         context = self._context(self._engine, SamplingParams(max_tokens=1))
@@ -241,7 +241,7 @@ class Rollout:
         return GroupResult(prompt=prompt, sessions=sessions)
 
     async def _attempt(self, prompt: Prompt, num_sessions: int, context: LoopContext) -> Any:
-        """What the loop gave, or the error that it raised."""
+        """Return the loop's result, or the error that it raised."""
         try:
             return await self._loop.run_group(prompt, num_sessions=num_sessions, context=context)
         except BaseException as error:
@@ -250,7 +250,7 @@ class Rollout:
             return error
 
     def _audited(self, result: GroupResult, recording: RecordingEngine) -> GroupResult:
-        """The result, with the sessions failed whose tokens are not those that were sampled."""
+        """Mark the sessions as failed whose tokens the engine did not sample."""
         trajectories, spans = result.trajectories, recording.spans
         num_audited = 0
         refused: dict[int, DataError] = {}
@@ -263,7 +263,7 @@ class Rollout:
         return replace(_without(result, refused), num_audited=num_audited)
 
     async def _scored_again(self, result: GroupResult, sampling: SamplingParams) -> GroupResult:
-        """The result, with the sessions failed that the engine would have sampled otherwise."""
+        """Mark the sessions as failed whose logprobs differ when the engine scores them again."""
         chosen = self._chosen(result, "score", self._options.audit.rescored_share)
         if not chosen or not self._score_audit.can_compare(sampling):
             return result
@@ -277,7 +277,7 @@ class Rollout:
         return replace(_without(result, refused), rescored=Rescored.total(found))
 
     def _chosen(self, result: GroupResult, what: str, share: float) -> list[int]:
-        """Sessions that did not fail and are drawn; of one seed always the same."""
+        """Draw sessions among those that succeeded. The same seed always draws the same sessions."""
         seed, uid = self._options.audit.seed, result.prompt.uid
         return [
             index
@@ -287,7 +287,7 @@ class Rollout:
 
 
 def _without(result: GroupResult, refused: Mapping[int, DataError]) -> GroupResult:
-    """The result, with the sessions failed that an audit refuses."""
+    """Mark the sessions as failed that an audit refuses."""
     sessions = list(result.sessions)
     for index, error in refused.items():
         log.error("audit_failed", prompt=result.prompt.uid, session=index, reason=str(error))
@@ -315,10 +315,11 @@ def _seeded(sampling: SamplingParams, seed: int | None, prompt: Prompt) -> Sampl
 
 
 def require_some_success(results: Sequence[GroupResult]) -> None:
-    """Refuse to go on when not one session succeeded: that is a fault of the run, not of a session.
+    """Raise an error if every session failed, because then the run is at fault.
 
     Raises:
-        RolloutError: Every session failed; the message has the first reason, its cause what was raised.
+        RolloutError: Every session failed. The message has the first reason, and the error's cause is the original
+            exception.
     """
     failures = [failure for result in results for failure in result.failures]
     if failures and len(failures) == sum(len(result.sessions) for result in results):

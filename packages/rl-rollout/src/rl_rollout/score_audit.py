@@ -1,4 +1,4 @@
-"""Scores sessions again with the weights that sampled them: proof that the engine saw the context that is kept."""
+"""Scores sessions again with the weights that sampled them, to prove that the engine used the stored context."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -13,22 +13,22 @@ from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 log = structlog.get_logger(__name__)
 
 ServedVersion = Callable[[], int | None]
-"""The version that all engines serve; None while they take another one."""
+"""Returns the version that all engines serve, or None during a weight update."""
 
 ROUNDING_TOKENS = 8
-"""A turn's mean difference is taken as if so many tokens more agreed: in bfloat16 a single token may be far off."""
+"""Number of extra tokens, counted with zero difference, in a turn's mean. In bfloat16, one token may differ much."""
 
 
 @record
 class Rescored:
-    """What came of scoring sessions again.
+    """The result of scoring sessions again.
 
     Attributes:
-        num_sessions: That were scored.
-        num_skipped: That could not be: the weights were replaced while they were sampled or scored.
-        num_tokens: Trained tokens that were compared.
-        sum_diff: Sum of the absolute differences of their logprobs, in nats.
-        max_diff: Largest of them.
+        num_sessions: Number of scored sessions.
+        num_skipped: Number of sessions not scored because the weights changed while they were sampled or scored.
+        num_tokens: Number of compared trained tokens.
+        sum_diff: Sum of the absolute logprob differences, in nats.
+        max_diff: Maximum absolute logprob difference, in nats.
     """
 
     num_sessions: int = 0
@@ -39,7 +39,7 @@ class Rescored:
 
     @classmethod
     def total(cls, parts: Iterable["Rescored"]) -> "Rescored":
-        """All of them together."""
+        """Combine several results."""
         all_parts = list(parts)
         return cls(
             num_sessions=sum(one.num_sessions for one in all_parts),
@@ -51,14 +51,14 @@ class Rescored:
 
 
 class ScoreAudit:
-    """Compares kept logprobs with those that the engine gives to the whole sequence."""
+    """Compares stored logprobs with those that the engine computes for the whole sequence."""
 
     def __init__(self, engine: RolloutEngine, served: ServedVersion | None, *, tolerance: float) -> None:
-        """Nothing is asked yet.
+        """Store the parts. No request is sent yet.
 
         Args:
-            engine: Sampled the sessions.
-            served: Tells which weights it serves; None where these do not change while sessions run.
+            engine: The engine that sampled the sessions.
+            served: Returns the weight version that the engine serves. None if weights never change while sessions run.
             tolerance: See `AuditOptions`.
         """
         self._engine = engine
@@ -67,7 +67,7 @@ class ScoreAudit:
         self._said: set[str] = set()
 
     def can_compare(self, sampling: SamplingParams) -> bool:
-        """Whether `score` tells the logprobs that such sampling keeps: those of the policy itself."""
+        """Return True if `score` and this sampling report the same logprobs, those of the unmodified policy."""
         if sampling.temperature == 0:
             return False
         is_policy = (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, None)
@@ -79,7 +79,7 @@ class ScoreAudit:
         """Score the trajectories of a session.
 
         Raises:
-            DataError: A turn is too far off: its context was another one.
+            DataError: A turn's mean difference is too large, so its context differed.
         """
         versions = {int(version) for row in trajectories for version in row.policy_versions[row.loss_mask]}
         skipped = Rescored(num_skipped=1)
@@ -106,10 +106,10 @@ class ScoreAudit:
 
 
 def _compared(row: Trajectory, scores: FloatArray, limit: float) -> Rescored:
-    """The differences of a trajectory's trained tokens, turn by turn.
+    """Return the logprob differences of a trajectory's trained tokens, per turn.
 
     Raises:
-        DataError: Those of a turn are too large, or no numbers.
+        DataError: A turn's differences are too large or not finite.
     """
     trained = np.flatnonzero(row.loss_mask)
     if not len(trained):

@@ -1,4 +1,4 @@
-"""What code of the user raises: told in words, and told apart from what is meant for us."""
+"""Errors from user code: describe them, and distinguish them from cancellations."""
 
 import asyncio
 import dis
@@ -12,15 +12,15 @@ from rl_core.data import encodable
 from rl_rollout.rewards.outputs import shown_error
 
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {"<frozen "})
-"""Where the code is that users did not write."""
+"""Folders of installed code, which users did not write."""
 
 
 def describe_raised(what: str, error: BaseException) -> str:
-    """What raised an error, its type and text, and where: "X raised ValueError: no (own.py, line 3, in f)".
+    """Describe an error with its type, text and place: "X raised ValueError: no (own.py, line 3, in f)".
 
     Args:
-        what: Whose code it is, such as "the environment's step".
-        error: Caught, the first one of a group; the place is its innermost line outside of installed libraries.
+        what: The owner of the code, such as "the environment's step".
+        error: The caught error, or the first of a group. The place is its innermost line outside installed libraries.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -31,7 +31,7 @@ def describe_raised(what: str, error: BaseException) -> str:
 
 
 def is_meant_for_us(error: BaseException) -> bool:
-    """True for a cancellation or Ctrl-C from outside, False for what the user's code raised itself."""
+    """Return True for an outside cancellation or Ctrl-C, False for an exception that user code raised itself."""
     if isinstance(error, asyncio.CancelledError):
         task = _current_task()
         return task is not None and task.cancelling() > 0
@@ -42,7 +42,7 @@ def is_meant_for_us(error: BaseException) -> bool:
 
 
 def ends_the_run(error: BaseException) -> bool:
-    """True for what no session may keep to itself: a cancellation from outside, and any KeyboardInterrupt."""
+    """Return True for exceptions that must leave a session: an outside cancellation, and any KeyboardInterrupt."""
     return isinstance(error, KeyboardInterrupt) or is_meant_for_us(error)
 
 
@@ -54,7 +54,7 @@ def _current_task() -> "asyncio.Task[Any] | None":
 
 
 def _was_raised_by_a_statement(error: BaseException) -> bool:
-    """True when the innermost frame has a `raise`; a signal interrupts other instructions, or comes from asyncio."""
+    """True if the innermost frame has a `raise`. A signal interrupts other instructions or comes from asyncio."""
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next

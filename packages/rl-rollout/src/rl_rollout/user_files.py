@@ -15,15 +15,15 @@ TRACEBACK_LINES = 6
 
 
 def find_in(registry: Registry[Any], reference: str, *, is_fresh: bool = False) -> Any:
-    """What a registry has under a name, or a user's file under `path.py:name`.
+    """Return the entry of a registry, or an attribute of a user's file as `path.py:name`.
 
     Args:
-        registry: Says what it is, for messages.
-        reference: The name, or the file with one.
+        registry: The registry. Its description appears in messages.
+        reference: The registered name, or the file and name.
         is_fresh: See `load_attribute`.
 
     Raises:
-        SettingsError: There is no such name or file.
+        SettingsError: No such name or file exists.
     """
     if ":" in reference or reference.endswith(".py"):
         return load_attribute(reference, kind=registry.kind, is_fresh=is_fresh)
@@ -31,15 +31,15 @@ def find_in(registry: Registry[Any], reference: str, *, is_fresh: bool = False) 
 
 
 def load_attribute(reference: str, *, kind: str, is_fresh: bool = False) -> Any:
-    """Import a file and take one name from it.
+    """Import a file and return one attribute of it.
 
     Args:
-        reference: `path.py:name`; a relative path starts at the working directory.
-        kind: What it is, for messages, such as "tool".
-        is_fresh: Import the file anew; otherwise two names of one file share what it keeps.
+        reference: `path.py:name`. A relative path starts at the working directory.
+        kind: The kind of object for messages, such as "tool".
+        is_fresh: Import the file again. Otherwise, two names of one file share its module state.
 
     Raises:
-        SettingsError: The file is missing, raises when imported, or has no such name.
+        SettingsError: The file is missing, raises on import, or has no such name.
     """
     path_text, separator, name = reference.rpartition(":")
     if not separator or not path_text or not name:

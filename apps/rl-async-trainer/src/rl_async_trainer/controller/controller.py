@@ -379,7 +379,7 @@ class Controller:
         if self._scheduler.num_steps != state.step:
             raise CheckpointError(
                 f"the learner died, and its newest complete checkpoint is of step {state.step}; that of step "
-                f"{self._scheduler.num_steps} was whole before, and the queue has acked what it had. Bring it back."
+                f"{self._scheduler.num_steps} was complete before, and the queue has acked its groups. Restore it."
             )
         self._was_restored = True
         self._parts.record.write("resumed", step=state.step)

@@ -111,7 +111,7 @@ class LearnerLink:
     async def look(self) -> None:
         """Detect its death, and restart it, if nobody has yet."""
         try:
-            await self._call("report")
+            await self._call("look")
         except RoleRestartedError:
             return
 

@@ -21,7 +21,7 @@ EVENTS_WAIT_S = 20.0
 class RollouterLink:
     """Calls the rollouter.
 
-    If the rollouter dies, its callers wait until it is back; before that, `on_lost` gives back its unfinished groups.
+    If the rollouter dies, its callers wait until it is back; before that, `on_lost` requeues its unfinished groups.
     Calls that need weights wait until weights were published again.
     """
 
@@ -65,11 +65,11 @@ class RollouterLink:
         return self._engine
 
     async def submit(self, dispatches: Sequence[Dispatch], is_current: Callable[[], bool]) -> None:
-        """See `Rollouter.submit`; groups given to a dying rollouter are given back like the others.
+        """See `Rollouter.submit`; groups given to a dying rollouter are requeued like the others.
 
         Args:
             dispatches: Groups to generate.
-            is_current: Returns False once the groups were given back because the rollouter died before it received
+            is_current: Returns False once the groups were requeued because the rollouter died before it received
                 them.
         """
         await self._call("submit", list(dispatches), needs_weights=True, is_current=is_current)

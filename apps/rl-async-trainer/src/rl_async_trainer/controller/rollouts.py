@@ -154,7 +154,7 @@ class Rollouts:
                 self._on_weights_lost()
 
     def _until_lost(self) -> Callable[[], bool]:
-        """Return a function that later tells whether groups started now were given back after the rollouter died."""
+        """Return a function that later tells whether groups started now were requeued after the rollouter died."""
         num_lost = self._num_lost
         return lambda: self._num_lost == num_lost
 

@@ -46,9 +46,9 @@ def restore_schedule(
     num_done = sum(entry.state == "done" for entry in ledger)
     if num_done > state.num_trained:
         raise CheckpointError(
-            f"the run's queue has acked {num_done} groups, of which the newest whole checkpoint, of step {state.step}, "
-            f"has trained {state.num_trained}: a later checkpoint was lost, and what the others taught with it. "
-            "Bring that checkpoint back, or start a new run."
+            f"the run's queue has acked {num_done} groups, but the newest complete checkpoint, of step {state.step}, "
+            f"has trained on only {state.num_trained}: a later checkpoint was lost, and training on the other groups "
+            "with it. Restore that checkpoint, or start a new run."
         )
     supply.restore(ledger)
     scheduler = Scheduler(options) if plan is None else ReplayScheduler(options, plan=plan)

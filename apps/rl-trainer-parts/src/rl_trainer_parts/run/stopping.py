@@ -25,7 +25,7 @@ class StopRequestedError(Exception):
 
 
 class StopSignal:
-    """Remembers the first signal or the reason for a pause, and wakes whoever waits for it."""
+    """Remembers the first signal or the reason for a pause, and wakes all waiters."""
 
     def __init__(self, on_signal: Callable[[], object] = lambda: None) -> None:
         """Start without a request.

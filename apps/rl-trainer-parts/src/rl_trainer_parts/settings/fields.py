@@ -211,7 +211,7 @@ def _entry_lines(setting: SettingField, kind: type[Settings]) -> Iterator[str]:
 def _explained(setting: SettingField, *, may_differ: bool) -> list[str]:
     width = min(shutil.get_terminal_size().columns, 110)
     is_required = setting.default is dataclasses.MISSING
-    default = "required" if is_required else f"default {_written(setting.default)}"
+    default = "required" if is_required else f"default {written(setting.default)}"
     default += "; may differ on resume" if may_differ else ""
     words = textwrap.wrap(
         setting.meaning, width - 8, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False
@@ -219,7 +219,8 @@ def _explained(setting: SettingField, *, may_differ: bool) -> list[str]:
     return [f"  --{setting.name}={describe_type(setting.annotation)}  ({default})", *words]
 
 
-def _written(value: object) -> str:
+def written(value: object) -> str:
+    """A default as a user writes it."""
     if value is None:
         return "none"
     if isinstance(value, bool):

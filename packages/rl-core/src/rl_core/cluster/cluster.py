@@ -39,7 +39,7 @@ class Cluster:
             deadline_s: For all of it: resources, processes, factories.
 
         Raises:
-            SettingsError: There are too few resources, whoever has them, or there is no such factory.
+            SettingsError: Too few resources exist, used or free, or the factory does not exist.
             DeadlineError: They were not ready in time; the message says what was missing.
             RoleDiedError: A process ended on the way, more often than `RoleSpec.restart` allows.
             RoleError: Ray cannot be reached.

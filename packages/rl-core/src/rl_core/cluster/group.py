@@ -226,7 +226,7 @@ class RoleGroup:
             raise
 
     def _has_died(self, role: Role, error: RLError) -> None:
-        """Decide what becomes of it, before anybody else learns of its death."""
+        """Decide about restarts, before anyone else learns of its death."""
         policy = self.spec.restart
         if self._is_group_restarting or role.state == "restarting":
             return  # who restarts it sees it

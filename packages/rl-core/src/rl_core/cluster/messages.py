@@ -74,7 +74,7 @@ def named(error: Raised, spec: RoleSpec) -> Raised:
 
 
 def _text(error: BaseException) -> str:
-    """What it says of itself; a class may fail at that, and its caller shall not wait for ever."""
+    """Its text; a class may fail to produce one, and its caller must not wait forever."""
     try:
         return str(error)
     except Exception as failure:

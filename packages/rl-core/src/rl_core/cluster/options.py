@@ -45,7 +45,7 @@ class ClusterOptions:
 class ResourcePool:
     """CPUs and GPUs that are set aside in equal slots; roles that name the same pool share it.
 
-    A rank takes a whole slot, unless its spec asks for a part. Two roles that shall live on the same GPUs ask for a
+    A rank uses a whole slot, unless its spec asks for a part. Two roles that share GPUs ask for a
     part each, such as `gpus=0.5`: both then see the GPU, and agree by themselves on its memory.
 
     Attributes:

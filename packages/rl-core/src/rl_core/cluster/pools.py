@@ -1,4 +1,4 @@
-"""Resource pools of this process: reserved when the first role asks, given back when the last one is closed."""
+"""Resource pools of this process: reserved for the first role, released when the last one is closed."""
 
 import asyncio
 import itertools
@@ -23,7 +23,7 @@ class Reserver(Protocol):
         """Ask for a pool; gives what the other methods know the request by.
 
         Raises:
-            SettingsError: There is not that much, whoever has it.
+            SettingsError: The place does not have that many resources, used or free.
         """
         ...
 
@@ -169,8 +169,8 @@ class LocalReserver:
         """See `Reserver.describe_free`."""
         free = self._free()
         return (
-            f"this machine has {describe_shares(free.cpus, len(free.gpus))}, of which "
-            f"{describe_shares(free.free_cpus, sum(free.free_gpus.values()))} are free"
+            f"this machine has {describe_shares(free.cpus, len(free.gpus))}; free: "
+            f"{describe_shares(free.free_cpus, sum(free.free_gpus.values()))}"
         )
 
     def _free(self) -> Shares:
@@ -247,7 +247,7 @@ def _say_taken(reserver: Reserver, entry: _Entry, specs: Sequence[RoleSpec], dea
     cpus, gpus = (sum(values) for values in zip(*(_free_of(slot) for slot in entry.slots), strict=True))
     return (
         f"{wanted}{describe_shares(*_part(pool, specs[0]))} each of pool {pool.name!r}, which has {pool.size} slots of "
-        f"{describe_shares(pool.cpus, pool.gpus)}, of which {describe_shares(cpus, gpus)} are free in all. Close a "
+        f"{describe_shares(pool.cpus, pool.gpus)}, with {describe_shares(cpus, gpus)} free in total. Close a "
         "role that uses the pool, or let the roles ask for a part of a slot."
     )
 

@@ -12,7 +12,7 @@ NEWS_DEADLINE_S = 60.0
 
 
 class RoleRestartedError(Exception):
-    """The role died before it answered, and is there again; whoever asked knows whether to ask anew."""
+    """The role died before it answered, and was restarted; the caller decides whether to repeat the call."""
 
 
 class SupervisedRole:
@@ -60,7 +60,7 @@ class SupervisedRole:
         Args:
             method: Its name.
             args: Its arguments.
-            incarnation: The one that shall answer; None is the present one.
+            incarnation: The incarnation to call; None is the current one.
             kwargs: Its named arguments.
 
         Raises:

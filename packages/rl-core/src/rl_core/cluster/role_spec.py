@@ -22,7 +22,7 @@ class RoleSpec:
         kwargs: Arguments of the factory.
         rank: Which of several equal roles; a group numbers its own.
         environment: Variables set in a process of its own, before anything is imported.
-        cpus: Part of a pool's slot that it takes; None takes the whole slot, or nothing where there is no pool.
+        cpus: CPUs it uses of a pool's slot; None uses the whole slot, or nothing without a pool.
         gpus: The same of GPUs.
         restart: Whether it is started again when it died.
     """

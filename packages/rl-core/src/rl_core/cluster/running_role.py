@@ -57,7 +57,7 @@ class Role:
         self._callbacks: list[DeathCallback] = []
         self._mourners: set[asyncio.Future[RLError]] = set()
         self.supervisor: DeathCallback | None = None
-        """Decides what becomes of it; called before anybody else learns of its death."""
+        """Decides about restarts; called before anyone else learns of its death."""
 
     @property
     def spec(self) -> RoleSpec:
@@ -113,7 +113,7 @@ class Role:
         Args:
             method: Its name.
             *args: Its arguments; numpy arrays arrive read-only on Ray.
-            deadline_s: Longest wait; as long as it takes when None. The role goes on with a call that was given up.
+            deadline_s: Maximum wait; None has no limit. The role continues a call whose caller gave up.
             **kwargs: Its arguments by name.
 
         Raises:
@@ -262,7 +262,7 @@ class Role:
             self._set("serving")
 
     def check_alive(self) -> None:
-        """Refuse to go on with one that died already.
+        """Refuse to continue with a dead incarnation.
 
         Raises:
             RoleDiedError: It did.
@@ -271,7 +271,7 @@ class Role:
             raise named(RoleDiedError(f"{self._spec} died right after its restart."), self._spec)
 
     def hold(self, fate: str) -> None:
-        """Let no call through; those that waited are told what becomes of the role."""
+        """Block calls; waiting ones fail with the role's outcome."""
         if self._state != "closed":
             self._fate = fate
             self._set("restarting")

@@ -1,4 +1,4 @@
-"""CPUs and GPUs that are taken in parts and given back."""
+"""CPUs and GPUs that are reserved in parts and released."""
 
 import os
 from collections.abc import Mapping

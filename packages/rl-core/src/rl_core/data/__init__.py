@@ -1,4 +1,4 @@
-"""Rows and their columns: records, batches, ragged columns, identities, the wire format."""
+"""Rows and their columns: records, batches, ragged columns, row keys and the wire format."""
 
 from rl_core.data.batch import Batch, Column
 from rl_core.data.columns import COLUMNS, ColumnSpec, column_spec, declare_column

@@ -22,7 +22,7 @@ Column = Array | Ragged
 
 
 class Batch:
-    """Rows in named columns; immutable, so that views can be handed out without copies."""
+    """Rows in named columns. Batches are immutable, so views can be handed out without copies."""
 
     __slots__ = ("__weakref__", "_columns", "_extras", "keys")
 
@@ -33,18 +33,18 @@ class Batch:
         *,
         extras: Sequence[Mapping[str, Json]] | None = None,
     ) -> None:
-        """Check and hold the columns.
+        """Check and store the columns.
 
         Args:
             keys: Identity of each row.
-            columns: Known columns by name, each with len(keys) rows; another dtype is converted where no value changes
-                but by rounding of floats.
-            extras: JSON of each row.
+            columns: Declared columns by name, each with len(keys) rows. A column of another dtype is converted if only
+                rounding of floats changes values.
+            extras: One JSON object per row.
 
         Raises:
-            DataError: A column is unknown, or a row appears twice.
-            ShapeError: A column has the wrong kind, dtype or number of rows, or ragged columns differ in the
-                lengths of their rows.
+            DataError: A column is not declared, or a row appears twice.
+            ShapeError: A column has the wrong kind, dtype or number of rows, or the row lengths of ragged columns
+                differ.
         """
         self.keys = RowKeys.of(keys)
         self.keys.check_unique()
@@ -62,17 +62,17 @@ class Batch:
     def _of(
         cls, keys: RowKeys, columns: Mapping[str, Column], extras: tuple[Mapping[str, Json], ...] | None
     ) -> "Batch":
-        """A batch of what was checked before."""
+        """Build a batch from checked parts."""
         self = cls.__new__(cls)
         self.keys, self._columns, self._extras = keys, dict(columns), extras
         return self
 
     @classmethod
     def from_trajectories(cls, trajectories: Iterable[Trajectory]) -> "Batch":
-        """Columns of trajectories, in their order; a missing reward becomes NaN, missing experts -1.
+        """Build the columns from trajectories, in order; a missing reward becomes NaN, missing experts -1.
 
         Raises:
-            ShapeError: Their experts differ in layers or in experts of a token.
+            ShapeError: Trajectories differ in the number of expert layers or of experts per token.
         """
         trajectories = several(trajectories, Trajectory, "trajectories")
         token_columns = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
@@ -93,7 +93,7 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Iterable["Batch"]) -> "Batch":
-        """All rows of batches that have the same columns."""
+        """Concatenate batches that have the same columns."""
         batches = several(batches, Batch, "batches")
         if not batches:
             return cls((), {})
@@ -110,7 +110,7 @@ class Batch:
 
     @property
     def extras(self) -> tuple[Mapping[str, Json], ...]:
-        """JSON of each row."""
+        """One JSON object per row."""
         return ({},) * len(self) if self._extras is None else self._extras
 
     @property
@@ -120,7 +120,7 @@ class Batch:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all columns."""
+        """Size of all columns in bytes."""
         return sum(column.nbytes for column in self._columns.values())
 
     def __repr__(self) -> str:
@@ -138,10 +138,10 @@ class Batch:
         return name in self._columns
 
     def __getitem__(self, name: str) -> Column:
-        """A column by name.
+        """Return a column by name.
 
         Raises:
-            DataError: The batch has no such column.
+            DataError: There is no such column.
         """
         try:
             return self._columns[name]
@@ -149,10 +149,10 @@ class Batch:
             raise DataError(f"the batch has no column {name!r}; it has {sorted(self._columns)}.") from None
 
     def dense(self, name: str) -> Array:
-        """A dense column, [N, ...]."""
+        """Return a dense column, [N, ...]."""
         column = self[name]
         if isinstance(column, Ragged):
-            raise ShapeError(f"column {name!r} is ragged; a dense one was expected.")
+            raise ShapeError(f"column {name!r} is ragged; expected a dense one.")
         return column
 
     def ragged(self, name: str) -> Ragged:
@@ -163,7 +163,7 @@ class Batch:
         return column
 
     def tensor(self, name: str) -> "torch.Tensor":
-        """Values of a column as a torch tensor on the same memory; rows from a queue may be shared: do not write."""
+        """Return a column as a torch tensor on the same memory. Do not write to it: rows from a queue may be shared."""
         import torch
 
         column = self[name]
@@ -173,26 +173,26 @@ class Batch:
             return torch.from_numpy(values)
 
     def with_columns(self, columns: Mapping[str, Column]) -> "Batch":
-        """A batch with these columns added or replaced, sharing the others."""
+        """Return a batch with columns added or replaced; the other columns are shared."""
         merged = {**self._columns, **fitting_columns(columns, num_rows=len(self))}
         check_alignment(merged)
         return Batch._of(self.keys, merged, self._extras)
 
     def with_extras(self, extras: Sequence[Mapping[str, Json]]) -> "Batch":
-        """A batch with this JSON of each row in place of its own, sharing the columns.
+        """Return a batch with other extras; columns are shared.
 
         Raises:
-            ShapeError: There are not as many as rows.
+            ShapeError: The number of extras is not the number of rows.
         """
         if len(extras) != len(self):
             raise ShapeError(f"extras must have {len(self)} rows; found {len(extras)}.")
         return Batch._of(self.keys, self._columns, tuple(extras))
 
     def only(self, names: Set[str]) -> "Batch":
-        """A batch with these columns alone, sharing them.
+        """Return a batch with only these columns, which are shared.
 
         Raises:
-            DataError: The batch lacks one of them.
+            DataError: A column is missing.
         """
         for name in names:
             self[name]
@@ -200,12 +200,12 @@ class Batch:
         return Batch._of(self.keys, kept, self._extras)
 
     def select(self, rows: ArrayLike) -> "Batch":
-        """The rows at these indices, in this order.
+        """Return the rows at these indices, in this order.
 
         Raises:
             ShapeError: The indices are not integers; turn a mask into them with `np.flatnonzero`.
-            IndexError: There is no such row.
-            DataError: A row is named twice.
+            IndexError: An index is out of range.
+            DataError: A row is selected twice.
         """
         indices = row_indices(rows, num_rows=len(self))
         columns: dict[str, Column] = {
@@ -219,7 +219,7 @@ class Batch:
         return Batch._of(keys, columns, extras)
 
     def split(self, sizes: Sequence[int]) -> list["Batch"]:
-        """The rows in runs of these sizes, from the first on; ragged values are shared.
+        """Split the rows into consecutive batches of these sizes; ragged values are shared.
 
         Raises:
             ShapeError: The sizes do not add up to the number of rows.
@@ -235,7 +235,7 @@ class Batch:
 
 
 def _experts_of(trajectories: Sequence[Trajectory]) -> ExpertArray | None:
-    """[T, layers, top_k] of all tokens; None where no trajectory has experts."""
+    """[T, layers, top_k] experts of all tokens; None if no trajectory has experts."""
     shapes = {t.routed_experts.shape[1:] for t in trajectories if t.routed_experts is not None}
     if len(shapes) > 1:
         raise ShapeError(f"routed_experts must have one [layers, top_k] in all trajectories; found {sorted(shapes)}.")
@@ -244,18 +244,18 @@ def _experts_of(trajectories: Sequence[Trajectory]) -> ExpertArray | None:
 
 
 def _as_slice(indices: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """A run of rows as a slice, which copies nothing."""
+    """A consecutive range of rows as a slice, without copying."""
     if len(indices) and bool((indices[1:] == indices[:-1] + 1).all()):
         return slice(int(indices[0]), int(indices[-1]) + 1)
     return indices
 
 
 def fitting_columns(columns: Mapping[str, Column], *, num_rows: int) -> dict[str, Column]:
-    """Columns as their table entries say.
+    """Check columns against their declarations.
 
     Raises:
-        DataError: They have no names, or one is unknown.
-        ShapeError: Wrong kind, values that the dtype cannot hold, or another number of rows.
+        DataError: A name is missing or not declared.
+        ShapeError: A column has the wrong kind or number of rows, or values that its dtype cannot represent.
     """
     expect(columns, "columns", Mapping)
     return {name: _fitting(name, column, num_rows=num_rows) for name, column in columns.items()}
@@ -282,10 +282,10 @@ def _fitting(name: str, column: Column, *, num_rows: int) -> Column:
 
 
 def check_alignment(columns: Mapping[str, Column]) -> None:
-    """Refuse ragged columns whose rows differ in length, token for token.
+    """Check that the rows of all ragged columns have equal lengths.
 
     Raises:
-        ShapeError: Two columns disagree; the message names the first such row.
+        ShapeError: Two columns differ; names the first such row.
     """
     ragged = {name: column for name, column in columns.items() if isinstance(column, Ragged)}
     first = "input_ids" if "input_ids" in ragged else next(iter(ragged), "")
@@ -302,10 +302,10 @@ def check_alignment(columns: Mapping[str, Column]) -> None:
 
 
 def concat_columns(columns: Sequence[Column]) -> Column:
-    """Join columns of one kind, row after row; ragged values are not copied.
+    """Concatenate columns of one kind; ragged values are not copied.
 
     Raises:
-        ShapeError: They differ in the shape of an element.
+        ShapeError: The elements' shapes differ.
     """
     if isinstance(columns[0], Ragged):
         return Ragged.concat([column for column in columns if isinstance(column, Ragged)])

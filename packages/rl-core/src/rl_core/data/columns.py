@@ -1,8 +1,8 @@
-"""The one table of column names that travel between rollouts and learners; `declare_column` adds one's own.
+"""The table of columns that travel between rollouts and learners; `declare_column` adds your own.
 
-Ragged columns are aligned with `input_ids`: position t belongs to token t. `loss_mask[t]` is True when
-token t was sampled by the policy and trains; `*_logprobs[t]` is the natural-log probability of token t
-given the tokens before it, and 0 where `loss_mask` is False.
+Ragged columns are aligned with `input_ids`: position t belongs to token t. `loss_mask[t]` is True if the policy sampled
+token t and it trains. `*_logprobs[t]` is the natural-log probability of token t given the tokens before it, and 0 where
+`loss_mask` is False.
 """
 
 import numpy as np
@@ -13,13 +13,13 @@ from rl_core.record_fields import record
 
 @record
 class ColumnSpec:
-    """What a column holds.
+    """Declaration of a column.
 
     Attributes:
         dtype: numpy dtype name of the values.
-        is_ragged: True for one value a token (values and offsets), False for one value a row.
-        meaning: One sentence.
-        value_axes: Axes of one value, 0 for a number, None for either; not looked at in columns of one's own.
+        is_ragged: True for one value per token (values and offsets), False for one value per row.
+        meaning: One sentence for people.
+        value_axes: Number of axes of one value: 0 for a number, None for any. Not checked in columns that you declare.
     """
 
     dtype: str
@@ -77,15 +77,14 @@ COLUMNS: dict[str, ColumnSpec] = {
 
 
 BUILT_IN = frozenset(COLUMNS)
-"""Names that nobody declares."""
+"""Names that cannot be declared."""
 
 
 def declare_column(name: str, spec: ColumnSpec) -> None:
-    """Add a column of one's own to the table; every process that makes or reads it declares it.
+    """Declare a column of your own. Every process that writes or reads it must declare it.
 
     Raises:
-        DataError: The name is taken by another specification, or impossible, or the dtype is not a plain number's
-            or bool.
+        DataError: The name is invalid or has another declaration, or the dtype is neither a plain number nor bool.
     """
     if not name or name.startswith("#"):
         raise DataError(f"a column needs a name that does not begin with '#', as the keys of rows do; found {name!r}.")
@@ -100,7 +99,7 @@ def column_spec(name: str) -> ColumnSpec:
     """Look a column up by name.
 
     Raises:
-        UnknownColumnError: The name is not in the table; the message lists the known ones.
+        UnknownColumnError: The name is not declared; the message lists the known ones.
     """
     try:
         return COLUMNS[name]
@@ -112,5 +111,5 @@ def column_spec(name: str) -> ColumnSpec:
 
 
 def column_dtype(name: str) -> np.dtype[np.generic]:
-    """Numpy dtype of a known column."""
+    """Return the numpy dtype of a declared column."""
     return np.dtype(column_spec(name).dtype)

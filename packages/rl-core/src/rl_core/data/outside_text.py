@@ -12,7 +12,7 @@ from rl_core.data.records import Json
 from rl_core.errors import DataError
 
 MAX_LEVELS = 100
-"""Most levels of JSON from outside: encoders and decoders end at the interpreter's stack, wherever they are called."""
+"""Maximum depth of JSON from outside; deeper values overflow the interpreter's stack in encoders and decoders."""
 
 
 def encodable(text: str) -> str:
@@ -21,15 +21,15 @@ def encodable(text: str) -> str:
 
 
 def encodable_json(value: Json, *, max_levels: int = MAX_LEVELS, keep_infinite: bool = False) -> Json:
-    """JSON with every text in it, and every key, as `encodable` gives it; what else is no JSON stays as it is.
+    """Return JSON with every string and key passed through `encodable`; other values are unchanged.
 
     Args:
-        value: To read.
-        max_levels: Most levels.
-        keep_infinite: NaN and infinities stay; else they become None, as queues and caches have them.
+        value: The JSON value.
+        max_levels: Maximum depth.
+        keep_infinite: Keep NaN and infinities; otherwise they become None, as in queues and caches.
 
     Raises:
-        DataError: It has more levels, or two keys of an object become one; the message follows "found".
+        DataError: The value is too deep, or two keys of an object become equal; the message follows "found".
     """
     if isinstance(value, str):
         return encodable(value)

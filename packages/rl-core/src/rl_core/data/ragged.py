@@ -1,4 +1,4 @@
-"""Rows of different lengths, over pieces of memory that need not lie together."""
+"""Rows of different lengths, over pieces of memory that may be separate."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ Index = NDArray[np.int64]
 
 
 class _Layout(NamedTuple):
-    """Where rows lie: piece number (None with a single piece) and start of each; offsets when they lie end to end."""
+    """Location of rows: piece number (None with a single piece) and start of each, and offsets if contiguous."""
 
     pieces: tuple[Array, ...]
     piece: Index | None
@@ -27,22 +27,21 @@ class _Layout(NamedTuple):
 class Ragged:
     """Rows of different lengths; immutable.
 
-    `select` and `concat` copy no values: they note which row lies where. Reading a row gives a view of it, and
-    `values` puts all rows end to end, once, where they do not lie so already. Until then a selection keeps the memory
-    alive that it was selected from.
+    `select` and `concat` do not copy values; they record where each row is. Reading a row returns a view. `values`
+    makes the rows contiguous once, if they are not yet; until then a selection keeps the memory of its source alive.
     """
 
     __slots__ = ("_layout", "_lengths")
 
     def __init__(self, values: ArrayLike, offsets: ArrayLike) -> None:
-        """Hold rows that lie end to end.
+        """Store contiguous rows.
 
         Args:
-            values: [sum of lengths, ...] the rows, one after the other.
+            values: [sum of lengths, ...] rows, one after the other.
             offsets: [N + 1] int64; row i is values[offsets[i]:offsets[i + 1]].
 
         Raises:
-            ShapeError: The offsets do not start at 0, fall somewhere, or do not end at len(values).
+            ShapeError: The offsets do not start at 0, decrease, or do not end at len(values).
         """
         values = array_of(values, who="values of Ragged")
         offsets = offsets if isinstance(offsets, np.ndarray) else array_of(offsets, who="offsets", dtype=np.int64)
@@ -61,7 +60,7 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[ArrayLike], *, dtype: Any) -> "Ragged":
-        """Join rows, copying them once."""
+        """Build from separate rows, copying them once."""
         arrays = [array_of(row, who=f"row {index} of Ragged", dtype=dtype) for index, row in enumerate(rows)]
         if any(not array.ndim for array in arrays):
             raise ShapeError("rows must each be a list or an array; found a single number. Give a list of rows.")
@@ -70,10 +69,10 @@ class Ragged:
 
     @classmethod
     def concat(cls, parts: Sequence["Ragged"]) -> "Ragged":
-        """All rows of one or more parts, none of them copied.
+        """Concatenate without copying.
 
         Raises:
-            ShapeError: There are none, or they differ in dtype, or in the shape of an element.
+            ShapeError: There are no parts, or they differ in dtype or element shape.
         """
         if not parts:
             raise ShapeError("parts must be at least one Ragged; found none.")
@@ -98,7 +97,7 @@ class Ragged:
 
     @classmethod
     def aligned(cls, values: Mapping[str, Array], offsets: Index) -> dict[str, "Ragged"]:
-        """Columns whose rows are equally long, by name; checked once."""
+        """Columns of equal row lengths, by name; checked once."""
         columns: dict[str, Ragged] = {}
         for name, array in values.items():
             if columns and len(array) == offsets[-1]:
@@ -110,7 +109,7 @@ class Ragged:
 
     @classmethod
     def _over(cls, layout: _Layout, lengths: Index) -> "Ragged":
-        """Rows that lie anywhere."""
+        """Build from rows anywhere in memory."""
         self = cls.__new__(cls)
         self._layout = layout if len(layout.pieces) > 1 else layout._replace(piece=None)
         self._lengths = lengths
@@ -118,7 +117,7 @@ class Ragged:
 
     @property
     def values(self) -> Array:
-        """[sum of lengths, ...] the rows end to end; a view where they lie so in one piece."""
+        """[sum of lengths, ...] contiguous rows; a view if they already are contiguous."""
         return self._joined().pieces[0]
 
     @property
@@ -139,18 +138,18 @@ class Ragged:
 
     @property
     def element_shape(self) -> tuple[int, ...]:
-        """Shape of one element, such as one token's; () for a number."""
+        """Shape of one element, such as one token's value; () for a number."""
         return self._layout.pieces[0].shape[1:]
 
     @property
     def width(self) -> int:
-        """Bytes of one element, such as one token's."""
+        """Size in bytes of one element, such as one token's value."""
         piece = self._layout.pieces[0]
         return math.prod(piece.shape[1:]) * piece.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows, and of their offsets."""
+        """Size in bytes of the rows and their offsets."""
         return int(self._lengths.sum()) * self.width + 8 * (len(self) + 1)
 
     def __repr__(self) -> str:
@@ -163,10 +162,10 @@ class Ragged:
         return len(self._lengths)
 
     def __getitem__(self, row: int) -> Array:
-        """View of one row; negative ones count from the end.
+        """Return a view of one row; negative indices count from the end.
 
         Raises:
-            IndexError: There is no such row.
+            IndexError: The index is out of range.
         """
         if not -len(self) <= row < len(self):
             raise IndexError(f"row must be below {len(self)}, the number of rows; found {row}.")
@@ -178,7 +177,7 @@ class Ragged:
         return (self[row] for row in range(len(self)))
 
     def runs(self) -> Iterator[Array]:
-        """The values in the fewest views: one for each stretch of rows that lie end to end in memory."""
+        """Values in the fewest views, one per contiguous range of rows."""
         if not len(self):
             return
         pieces, piece, starts, offsets = self._layout
@@ -194,11 +193,11 @@ class Ragged:
             yield array[int(starts[first]) : int(starts[end - 1] + self._lengths[end - 1])]
 
     def select(self, rows: ArrayLike) -> "Ragged":
-        """The rows at these indices, in this order, none of them copied.
+        """Return the rows at these indices, in this order, without copying.
 
         Raises:
             ShapeError: The indices are not integers; turn a mask into them with `np.flatnonzero`.
-            IndexError: There is no such row.
+            IndexError: An index is out of range.
         """
         indices = row_indices(rows, num_rows=len(self))
         pieces, piece, starts, _ = self._layout
@@ -206,7 +205,7 @@ class Ragged:
         return Ragged._over(_Layout(pieces, piece, starts[indices], None), self._lengths[indices])
 
     def _joined(self) -> _Layout:
-        """Put the rows end to end, where they do not lie so yet; later reads find them so."""
+        """Make the rows contiguous, if they are not; later reads use the result."""
         if self._layout.offsets is None:
             runs = list(self.runs())
             values = runs[0] if len(runs) == 1 else np.concatenate(runs or [self._layout.pieces[0][:0]])
@@ -216,11 +215,11 @@ class Ragged:
 
 
 def row_indices(rows: ArrayLike, *, num_rows: int) -> Index:
-    """Indices from 0 of rows, with negative ones counted from the end.
+    """Row indices from 0, with negative ones counted from the end.
 
     Raises:
         ShapeError: They are not a 1-D sequence of integers.
-        IndexError: One is out of range.
+        IndexError: An index is out of range.
     """
     found = np.asarray(rows)
     if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
@@ -245,7 +244,7 @@ def offsets_of(lengths: ArrayLike) -> Index:
 
 
 def token_positions(starts: Index, lengths: Index) -> Index:
-    """Flat positions of rows that begin at `starts` and have `lengths`."""
+    """Flat positions of rows that start at `starts` and have `lengths`."""
     total = int(lengths.sum())
     shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
     positions: Index = np.arange(total, dtype=np.int64) + shift

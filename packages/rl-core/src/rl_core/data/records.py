@@ -1,4 +1,4 @@
-"""The records of a rollout: prompts, trajectories, groups."""
+"""Records of a rollout: prompts, trajectories and groups."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -13,9 +13,9 @@ IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 ExpertArray = NDArray[np.int16]
-"""[tokens, layers, top_k] experts of a mixture that tokens used; -1 where that is not known."""
+"""[tokens, layers, top_k] experts that a mixture used per token; -1 where unknown."""
 Json = Any
-"""A JSON value: None, bool, int, float, str, list or dict of these."""
+"""A JSON value: None, bool, int, float, str, list or dict."""
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why a response ended: an end token, the length limit, or an abort."""
@@ -26,14 +26,14 @@ NO_VERSION = -1
 
 @record
 class Prompt:
-    """One problem given to the policy.
+    """One problem for the policy.
 
     Attributes:
-        uid: Unique in the run; the group's id.
-        input_ids: [P] int32 prompt tokens, generation prompt included.
-        messages: Chat messages as given (`role`, `content`), before the template.
-        data_source: Name of the data set, for routing and validation by source.
-        ground_truth: What the reward compares with; any JSON value.
+        uid: Unique in the run; also the group's id.
+        input_ids: [P] int32 prompt tokens, including the generation prompt.
+        messages: Chat messages (`role`, `content`) before the template.
+        data_source: Name of the data set, for routing and for validation by source.
+        ground_truth: The reference answer for the reward; any JSON value.
         columns: All columns of the row, for the reward function.
     """
 
@@ -47,9 +47,9 @@ class Prompt:
 
 @record
 class Timings:
-    """Seconds that a session took, and how often its requests were preempted.
+    """Durations of a session in seconds, and its requests' number of preemptions.
 
-    `reward_wait_s` is the wait until a reward function that was busy had time for the session.
+    `reward_wait_s` is the wait for a busy reward function.
     """
 
     generate_s: float = 0.0
@@ -64,19 +64,19 @@ class Trajectory:
     """One token sequence that trains.
 
     Attributes:
-        prompt_uid: uid of its prompt, which is its group's id.
-        session_index: Which run of the agent loop on this prompt, from 0.
-        output_index: Which trajectory of that session, from 0.
-        parent: output_index of the trajectory of the session that this one branches off; None where it begins anew.
+        prompt_uid: uid of its prompt, also its group's id.
+        session_index: Index of the session among those of its prompt, from 0.
+        output_index: Index of the trajectory in its session, from 0.
+        parent: output_index of the trajectory from which this one branches; None if it starts from the prompt.
         input_ids: [T] int32 prompt and response tokens.
         loss_mask: [T] bool, True where the token was sampled and trains.
         rollout_logprobs: [T] float32, 0 where loss_mask is False.
-        policy_versions: [T] int32 version that sampled each token, NO_VERSION elsewhere.
+        policy_versions: [T] int32 policy version that sampled each token, NO_VERSION elsewhere.
         finish_reason: Why the last response ended.
-        reward: Scalar reward, None while not yet scored.
+        reward: Scalar reward; None until scored.
         reward_components: Named parts of the reward.
-        timings: What the session cost.
-        routed_experts: [T, layers, top_k] int16 experts of a mixture that the engine used, -1 where that is not known.
+        timings: Durations of the session.
+        routed_experts: [T, layers, top_k] int16 experts that a mixture used, -1 where unknown.
         extras: Anything else, as JSON.
     """
 
@@ -97,7 +97,7 @@ class Trajectory:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens before the first sampled one; all of them when none was sampled."""
+        """Number of tokens before the first sampled one; all tokens if none was sampled."""
         sampled = np.flatnonzero(self.loss_mask)
         return int(sampled[0]) if len(sampled) else len(self.input_ids)
 

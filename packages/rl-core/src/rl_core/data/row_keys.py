@@ -1,4 +1,4 @@
-"""Identities of rows, as arrays: a batch of thousands of rows is selected and joined without touching each."""
+"""Keys of rows as arrays, so that selecting or joining thousands of rows does not touch each one."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, overload
@@ -15,7 +15,7 @@ Int32s = NDArray[np.int32]
 
 @record_tuple
 class RowKey(NamedTuple):
-    """Identity of a row: which output of which session of which prompt."""
+    """Key of a row: prompt, session and output."""
 
     prompt_uid: str
     session_index: int
@@ -26,24 +26,24 @@ class RowKeys(Sequence[RowKey]):
     """Keys of rows; reads like a tuple of `RowKey`.
 
     Attributes:
-        uids: Prompts that rows may be of, each once.
+        uids: Distinct prompts that rows may belong to.
         prompts: [N] int32 index of each row's prompt in `uids`.
-        sessions: [N] int32.
-        outputs: [N] int32.
+        sessions: [N] int32 session indices.
+        outputs: [N] int32 output indices.
     """
 
     __slots__ = ("outputs", "prompts", "sessions", "uids")
 
     def __init__(self, uids: tuple[str, ...], prompts: Int32s, sessions: Int32s, outputs: Int32s) -> None:
-        """Hold what `Batch` and `segment` have checked."""
+        """Store keys that `Batch` or `segment` has checked."""
         self.uids, self.prompts, self.sessions, self.outputs = uids, prompts, sessions, outputs
 
     @classmethod
     def of(cls, keys: Sequence[RowKey]) -> "RowKeys":
-        """Keys of any sequence.
+        """Build keys from any sequence.
 
         Raises:
-            DataError: One is no key, or an index does not fit in 32 bits.
+            DataError: An entry is not a key, or an index does not fit in 32 bits.
         """
         if isinstance(keys, RowKeys):
             return keys
@@ -65,7 +65,7 @@ class RowKeys(Sequence[RowKey]):
 
     @classmethod
     def concat(cls, parts: Sequence["RowKeys"]) -> "RowKeys":
-        """One after the other."""
+        """Concatenate keys."""
         numbers: dict[str, int] = {}
         prompts = []
         for part in parts:
@@ -83,7 +83,7 @@ class RowKeys(Sequence[RowKey]):
     def __getitem__(self, row: slice) -> tuple[RowKey, ...]: ...
 
     def __getitem__(self, row: int | slice) -> RowKey | tuple[RowKey, ...]:
-        """One key, or some."""
+        """One key, or several."""
         if isinstance(row, slice):
             return tuple(self.select(np.arange(len(self))[row]))
         return RowKey(self.uids[self.prompts[row]], int(self.sessions[row]), int(self.outputs[row]))
@@ -104,11 +104,11 @@ class RowKeys(Sequence[RowKey]):
         return repr(tuple(self))
 
     def compact(self) -> "RowKeys":
-        """The same keys, with the uids alone that they name."""
+        """The same keys, with only the uids they use."""
         return self if len(self.uids) <= 1 else self.select(np.arange(len(self)))
 
     def select(self, rows: Index) -> "RowKeys":
-        """The keys at these indices, with their prompts alone."""
+        """The keys at these indices, with only their prompts."""
         uids, prompts = self.uids, self.prompts[rows]
         if len(uids) > 1:
             used, numbers = np.unique(prompts, return_inverse=True)
@@ -124,25 +124,25 @@ class RowKeys(Sequence[RowKey]):
         return numbered
 
     def in_order(self, groups: Index) -> Index:
-        """[N] indices that put rows by group, session and output."""
+        """[N] indices that sort rows by group, session and output."""
         order: Index = np.lexsort((self.outputs, self.sessions, groups))
         return order
 
     def check_outputs(self) -> None:
-        """Refuse output indices below 0; which sessions there are, the queue knows.
+        """Check that no output index is negative; the queue checks sessions.
 
         Raises:
-            DataError: There is one; the message names its row.
+            DataError: Names the first row with a negative index.
         """
         is_below = self.outputs < 0
         if is_below.any():
             raise DataError(f"row {tuple(self[int(np.argmax(is_below))])} has an output index below 0.")
 
     def check_unique(self) -> None:
-        """Refuse a row that appears twice.
+        """Check that no row appears twice.
 
         Raises:
-            DataError: There is one; the message names it.
+            DataError: Names the first repeated row.
         """
         if len(self) < 2:
             return

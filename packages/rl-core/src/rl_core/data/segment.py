@@ -43,7 +43,7 @@ Bytes = NDArray[np.uint8]
 
 
 class ArrayEntry(msgspec.Struct, forbid_unknown_fields=True):
-    """Where one array lies: `place` is its first byte in the segment."""
+    """Location of an array: `place` is its first byte in the segment."""
 
     name: str
     dtype: str
@@ -52,7 +52,7 @@ class ArrayEntry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Schema(msgspec.Struct, forbid_unknown_fields=True):
-    """What a segment holds; `ragged` names the columns that share "#offsets"."""
+    """Contents of a segment; `ragged` names the columns that share "#offsets"."""
 
     num_rows: int
     uids: list[str]
@@ -61,14 +61,14 @@ class Schema(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SegmentPlan(NamedTuple):
-    """A segment that is laid out and not yet written."""
+    """A segment whose layout is known but which is not written yet."""
 
     schema: bytes
     sources: list[tuple[ArrayEntry, list[Array]]]
     size_bytes: int
 
     def as_bytes(self) -> bytes:
-        """The segment in memory of its own: for small ones, where this takes a fraction of the time of `write`."""
+        """Write to new memory; faster than `write` for small segments."""
         arrays = [b"".join([part.tobytes() for part in parts]) for _, parts in self.sources]
         described = self.schema + np.asarray([checksum(array) for array in arrays], dtype="<u4").tobytes()
         pieces, place = [self._header(described), described], HEADER.size + len(described)
@@ -79,7 +79,7 @@ class SegmentPlan(NamedTuple):
         return b"".join(pieces)
 
     def write(self, target: memoryview | bytearray | Bytes) -> None:
-        """Copy the arrays into writable memory of at least `size_bytes`, the header last."""
+        """Copy the arrays, then the header, into writable memory of at least `size_bytes`."""
         memory: Bytes = np.frombuffer(target, dtype=np.uint8)
         sums = [_copy(parts, memory[entry.place :]) for entry, parts in self.sources]
         described = self.schema + np.asarray(sums, dtype="<u4").tobytes()
@@ -92,10 +92,10 @@ class SegmentPlan(NamedTuple):
 
 
 def plan_segment(batch: Batch) -> SegmentPlan:
-    """Lay a batch out.
+    """Lay out a batch.
 
     Raises:
-        DataError: Extras of a row are not JSON.
+        DataError: A row's extras are not JSON.
     """
     keys = batch.keys.compact()
     arrays: dict[str, list[Array]] = {"#prompt": [keys.prompts], "#session": [keys.sessions], "#output": [keys.outputs]}
@@ -120,15 +120,15 @@ def plan_segment(batch: Batch) -> SegmentPlan:
 
 
 def decode_segment(source: bytes | bytearray | memoryview | Bytes, *, is_verified: bool = False) -> Batch:
-    """The batch in a segment, as read-only views of the memory given.
+    """Read a batch as read-only views of a segment's memory.
 
     Args:
-        source: The segment; longer memory is allowed, as slots are reused.
-        is_verified: Its checksums were checked before.
+        source: The segment; the memory may be longer, because slots are reused.
+        is_verified: The checksums have been checked already.
 
     Raises:
-        SegmentError: The segment is torn, altered, or asks for what cannot be; the message names the column.
-        UndeclaredColumnError: It has a column that this process has not declared.
+        SegmentError: The segment is torn, altered or inconsistent; names the column.
+        UndeclaredColumnError: This process has not declared a column.
     """
     memory: memoryview = memoryview(source)  # type: ignore[arg-type]  # numpy 2 arrays are buffers
     schema, sums, start, size = _read_schema(memory)
@@ -153,17 +153,17 @@ def decode_segment(source: bytes | bytearray | memoryview | Bytes, *, is_verifie
 
 
 def segment_size(source: bytes | memoryview | Bytes) -> int:
-    """Bytes of a segment, after a look at its header and schema, without reading its arrays.
+    """Size of a segment in bytes, from its header and schema, without reading its arrays.
 
     Raises:
-        SegmentError: It is torn or altered there, or longer than what is there.
+        SegmentError: The header or schema is torn or altered, or the segment is longer than the memory.
     """
     memory: memoryview = memoryview(source)  # type: ignore[arg-type]  # numpy 2 arrays are buffers
     return _read_schema(memory)[3]
 
 
 def _read_schema(memory: memoryview) -> tuple[Schema, list[int], int, int]:
-    """The schema, the checksums of arrays, where arrays may begin, and where the segment ends."""
+    """Read the schema, the arrays' checksums, the position of the first array, and the segment's end."""
     if len(memory) < HEADER.size:
         raise SegmentError(f"a segment has at least {HEADER.size} bytes; found {len(memory)}.")
     magic, version, num_arrays, schema_bytes, size, expected = HEADER.unpack_from(memory)
@@ -190,7 +190,7 @@ def _read_schema(memory: memoryview) -> tuple[Schema, list[int], int, int]:
 
 
 def _end_of(entry: ArrayEntry, size: int) -> int:
-    """Where an array ends, if it is one that can be."""
+    """End of an array, after checking that it can exist."""
     shape = entry.shape
     if entry.dtype not in DTYPES or not 1 <= len(shape) <= MAX_DIMS or min(shape) < 0 or entry.place < 0:
         raise SegmentError(
@@ -244,7 +244,7 @@ def _batch_of(schema: Schema, arrays: dict[str, Array]) -> Batch:
 
 
 def _rows_of(schema: Schema) -> str:
-    """Such as "32 rows of prompts 'p0' to 'p3'"."""
+    """Description such as "32 rows of prompts 'p0' to 'p3'"."""
     if not schema.uids:
         return f"{schema.num_rows} rows"
     return f"{schema.num_rows} rows of prompts {schema.uids[0]!r} to {schema.uids[-1]!r}"
@@ -282,7 +282,7 @@ def _aligned(place: int) -> int:
 
 
 def _copy(parts: list[Array], target: Bytes) -> int:
-    """Copy parts end to end; gives their crc32c."""
+    """Copy parts contiguously; return their crc32c."""
     total, place = 0, 0
     for source in _chunks(parts):
         copied = target[place : place + len(source)]

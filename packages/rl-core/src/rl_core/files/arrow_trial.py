@@ -1,4 +1,4 @@
-"""Run as a script, in a child: reads Parquet and Arrow files as a trainer would, and says what speaks against it."""
+"""Child script that reads Parquet and Arrow files as a trainer would, and reports problems."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ THRIFT_ITEMS = 1 << 20
 
 
 def main() -> None:
-    """Read `{"files": [...]}` from standard input; print "passed", or what is wrong."""
+    """Read `{"files": [...]}` from standard input; print "passed" or the problem."""
     import pyarrow as pa
 
     pa.set_cpu_count(1)
@@ -57,7 +57,7 @@ def _batches(file: str) -> Iterator[Any]:
 
 
 def _checked_bytes(batch: Any) -> int:
-    """Bytes of some rows, when each is by itself."""
+    """Return the size in bytes of some rows, each stored separately."""
     num_values = num_bytes = 0
     waiting = list(batch.columns)
     while waiting:

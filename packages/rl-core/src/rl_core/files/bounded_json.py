@@ -1,4 +1,4 @@
-"""JSON that strangers may have written, read within bounded memory."""
+"""Reading of untrusted JSON within bounded memory."""
 
 import json
 from typing import TypeVar
@@ -11,20 +11,20 @@ FormT = TypeVar("FormT")
 
 
 def load_json(raw: bytes, *, max_values: int) -> Json:
-    """A JSON document, refused before it becomes objects where it could have more than so many values.
+    """Parse a JSON document; one that could have too many values is refused before any object is created.
 
-    It must be ASCII, with escapes for the rest, as Python writes it. A value takes at most 200 bytes beside its text:
-    memory is bounded by both.
+    The document must be ASCII with escapes, as Python writes it. A value needs at most 200 bytes beside its text, so
+    the text's size and the number of values bound the memory.
 
     Raises:
-        ValueError: There are more, or it is not such JSON.
-        RecursionError: It is too deep.
+        ValueError: The document has too many values, or is not ASCII JSON.
+        RecursionError: The document is nested too deeply.
     """
     return json.loads(_bounded(raw, max_values))
 
 
 def load_json_as(raw: bytes, form: type[FormT], *, max_values: int) -> FormT:
-    """A JSON document of a known form, without dicts on the way: four times as fast; refused as by `load_json`."""
+    """Parse a JSON document of a known type without creating dicts, four times as fast; same limits as `load_json`."""
     text = _bounded(raw, max_values)
     try:
         return msgspec.json.decode(text, type=form)
@@ -40,16 +40,16 @@ def _bounded(raw: bytes, max_values: int) -> str:
 
 
 def count_values(raw: bytes) -> int:
-    """Most values that a JSON document can have; commas in texts count too."""
+    """Return an upper bound of the number of values in a JSON document; commas in strings count too."""
     return 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{")
 
 
 def shown(value: object, *, most: int = 80) -> str:
-    """A value for a message: at most so many characters, all of them printable."""
+    """Return a value for a message: printable characters only, cut to a maximum length."""
     text = ascii(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def shown_path(path: str) -> str:
-    """A path for a message; one with characters that cannot be printed gets escapes for them."""
+    """Return a path for a message, with escapes for unprintable characters."""
     return path if path.isprintable() and len(path) <= 4096 else shown(path)

@@ -9,7 +9,7 @@ from rl_core.record_fields import converts_arguments
 
 @converts_arguments
 def write_durably(file: Path, content: bytes) -> None:
-    """Write a file aside, flush it to the disk, and rename it into place."""
+    """Write a temporary file, flush it to disk, and rename it into place."""
     part = file.with_name(f".{file.name}.part")
     with part.open("wb") as stream:
         stream.write(content)
@@ -21,13 +21,13 @@ def write_durably(file: Path, content: bytes) -> None:
 
 @converts_arguments
 def sync_file(file: Path) -> None:
-    """Flush a file to the disk."""
+    """Flush a file to disk."""
     with file.open("rb+") as stream:
         os.fsync(stream.fileno())
 
 
 def sync_folder(folder: str | Path) -> None:
-    """Flush a folder's entries to the disk."""
+    """Flush a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some file systems cannot; the rename is then as durable as they make it

@@ -1,4 +1,4 @@
-"""Which rights new files get: the process's umask."""
+"""Permissions of new files: the process's umask."""
 
 import os
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def current_umask() -> int:
-    """The umask of this process, read without changing it where the kernel tells."""
+    """Return the umask of this process, without changing it if the kernel reports it."""
     try:
         match = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:

@@ -9,12 +9,12 @@ from rl_core.record_fields import converts_arguments
 
 @converts_arguments
 def open_lock_file(path: Path) -> int:
-    """Open a file that is there to be locked, or make it; gives the descriptor, not yet locked.
+    """Open or create a lock file, and return its descriptor, not yet locked.
 
-    Other users can neither open it, and so not lock it, nor have put it there.
+    Other users cannot open or lock the file, and cannot have created it.
 
     Raises:
-        OSError: It is a link, has several names, is no file, or belongs to another user, or it cannot be made.
+        OSError: The path is a link, has several names, is not a file, belongs to another user, or cannot be created.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)

@@ -1,4 +1,4 @@
-"""Folders that a process locks while it lives, so that others can remove what a killed one left."""
+"""Folders that their process keeps locked, so that others can remove those of killed processes."""
 
 import fcntl
 import os
@@ -17,12 +17,12 @@ FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 @contextmanager
 @converts_arguments
 def locked_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> Iterator[Path]:
-    """A new folder under a lock; what is left of it at the end goes, unless this is a fork of the process that made it.
+    """Create a locked folder for a `with` block, and remove it at the end, except in a fork of its process.
 
     Args:
-        parent: Where to make it.
-        prefix: What its name begins with.
-        mode: Of the folder; 0o700 keeps other users out.
+        parent: Parent folder.
+        prefix: Prefix of the folder's name.
+        mode: Permissions of the folder; 0o700 keeps other users out.
     """
     folder, lock = make_locked_folder(parent, prefix, mode=mode)
     maker = os.getpid()
@@ -36,7 +36,7 @@ def locked_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> Iterator[P
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A temporary folder that no other user can enter; those of killed processes with this prefix are removed first."""
+    """Create a private temporary folder, after removing those of killed processes with the same prefix."""
     parent = Path(tempfile.gettempdir())
     remove_unlocked_folders(parent.glob(f"{prefix}*"))
     with locked_folder(parent, prefix, mode=0o700) as folder:
@@ -45,7 +45,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 @converts_arguments
 def make_locked_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> tuple[Path, int]:
-    """A new folder, and the descriptor that locks it; another folder where the first one was taken before that."""
+    """Create a folder and lock it; retry with another name if another process locks it first."""
     while True:
         folder = parent / f"{prefix}{secrets.token_hex(8)}"
         folder.mkdir(mode=mode)
@@ -61,12 +61,12 @@ def make_locked_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> tuple
 
 
 def remove_unlocked_folders(folders: Iterable[Path], *, lock_file: str = "", also_of: Container[int] = ()) -> None:
-    """Remove folders whose processes are gone: a killed process holds no lock.
+    """Remove folders whose processes have ended: a killed process holds no lock.
 
     Args:
-        folders: Those of live processes, of other users, and those that are gone meanwhile stay as they are.
-        lock_file: A file in each that a second process locks beside the one that made the folder: both must be gone.
-        also_of: User ids whose folders go as well; others keep theirs.
+        folders: Candidates; folders of live processes and other users are kept, missing ones are ignored.
+        lock_file: File in each folder that a second process locks; the folder is removed once both have ended.
+        also_of: Ids of other users whose folders are removed too.
     """
     for folder in folders:
         with suppress(OSError), ExitStack() as stack:
@@ -78,10 +78,10 @@ def remove_unlocked_folders(folders: Iterable[Path], *, lock_file: str = "", als
 
 
 def _lock(path: Path, flags: int, also_of: Container[int], stack: ExitStack) -> None:
-    """Hold the lock of a path of this user, or of one of the others named.
+    """Lock a path that belongs to this user or one of the given users.
 
     Raises:
-        OSError: Another process holds it, or it is another user's.
+        OSError: Another process holds the lock, or the path belongs to another user.
     """
     descriptor = os.open(path, flags)
     stack.callback(os.close, descriptor)

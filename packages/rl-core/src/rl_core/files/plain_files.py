@@ -1,4 +1,4 @@
-"""Files of strangers: opened without waiting, bounded before they are read, refused by name."""
+"""Bounded reading of untrusted files: opens never block, and errors name the file."""
 
 import json
 import os
@@ -16,11 +16,11 @@ from rl_core.record_fields import converts_arguments
 
 MAX_JSON_BYTES = 1 << 26
 MAX_JSON_VALUES = 1 << 21
-"""Each takes up to 200 bytes beside its text."""
+"""Maximum number of values in a document; each needs up to 200 bytes beside its text."""
 
 MAX_TOML_BYTES = 1 << 20
 MAX_TOML_STEPS = 1 << 21
-"""tomllib takes the product of lines and of parts of a dotted key."""
+"""Maximum number of lines times dots in a line, which bounds tomllib's running time."""
 
 
 @contextmanager
@@ -28,12 +28,12 @@ MAX_TOML_STEPS = 1 << 21
 def open_plain(
     file: Path, *, error: type[RLError] = DataError, follows_links: bool = True
 ) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file to read, and say its size.
+    """Open a regular file for reading, and return its size too.
 
     Args:
-        file: Which.
-        error: What is raised where it cannot be.
-        follows_links: False refuses a link in its place.
+        file: Path of the file.
+        error: Exception class to raise if the file cannot be opened.
+        follows_links: False refuses a symbolic link.
     """
     try:
         # A pipe without a writer would wait for ever.
@@ -54,7 +54,7 @@ def open_plain(
 
 
 def read_plain(file: Path, *, max_bytes: int, error: type[RLError] = DataError, follows_links: bool = True) -> bytes:
-    """The bytes of a regular file that has at most so many; see `open_plain`."""
+    """Return the bytes of a regular file of limited size; see `open_plain`."""
     with open_plain(file, error=error, follows_links=follows_links) as (stream, size):
         if size > max_bytes:
             raise error(f"{file} must have at most {max_bytes} bytes; it has {size}.")
@@ -65,7 +65,7 @@ def read_plain(file: Path, *, max_bytes: int, error: type[RLError] = DataError, 
 
 
 def require_plain(file: Path, *, error: type[RLError] = DataError) -> int:
-    """Refuse what is no regular file, before a library that would wait for a pipe opens it; gives its size."""
+    """Return the size of a regular file; raise for a pipe or device, on which a library would block."""
     with open_plain(file, error=error) as (_, size):
         return size
 
@@ -78,7 +78,7 @@ def read_json(
     error: type[RLError] = DataError,
     follows_links: bool = True,
 ) -> Json:
-    """The JSON document in a file, refused before it becomes objects where it could have more than so many values."""
+    """Parse the JSON document in a file; one that could have too many values is refused before parsing."""
     raw = read_plain(file, max_bytes=max_bytes, error=error, follows_links=follows_links)
     num_values = count_values(raw)
     if num_values > max_values:
@@ -90,7 +90,7 @@ def read_json(
 
 
 def read_json_object(file: Path, *, error: type[RLError] = DataError, follows_links: bool = True) -> dict[str, Any]:
-    """The JSON object in a file; see `read_json`."""
+    """Parse the JSON object in a file; see `read_json`."""
     found = read_json(file, error=error, follows_links=follows_links)
     if not isinstance(found, dict):
         raise error(f"{file} must hold a JSON object; found {type(found).__name__}.")
@@ -98,17 +98,17 @@ def read_json_object(file: Path, *, error: type[RLError] = DataError, follows_li
 
 
 def read_toml(file: Path, *, error: type[RLError] = DataError) -> dict[str, Any]:
-    """The TOML document in a file."""
+    """Parse the TOML document in a file."""
     return parse_toml(read_plain(file, max_bytes=MAX_TOML_BYTES, error=error), where=str(file), error=error)
 
 
 def parse_toml(raw: bytes | str, *, where: str, error: type[RLError] = DataError) -> dict[str, Any]:
-    """A TOML document.
+    """Parse a TOML document.
 
     Args:
         raw: The document.
-        where: What it is called in messages.
-        error: What is raised where it cannot be read.
+        where: Name of the document in error messages.
+        error: Exception class to raise if the document cannot be read.
     """
     try:
         text = raw.decode() if isinstance(raw, bytes) else raw
@@ -124,7 +124,7 @@ def parse_toml(raw: bytes | str, *, where: str, error: type[RLError] = DataError
 
 
 def _json_problem(problem: Exception) -> str:
-    """What is wrong with a JSON document, with its place told once."""
+    """Return the problem of a JSON document, with its position only once."""
     if isinstance(problem, json.JSONDecodeError):
         return f"line {problem.lineno}, column {problem.colno}: {problem.msg}"
     return f"{type(problem).__name__}: {problem}"

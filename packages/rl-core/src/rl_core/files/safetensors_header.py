@@ -1,4 +1,4 @@
-"""What a safetensors file says of itself, checked against its length before any library maps it."""
+"""Headers of safetensors files, checked against the file's length before any library maps it."""
 
 import json
 import math
@@ -27,13 +27,13 @@ ITEM_BITS = {name: bits for bits, names in _DTYPES_BY_BITS.items() for name in n
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a header says of a tensor.
+    """A tensor's entry in the header.
 
     Attributes:
-        dtype: As safetensors names it, such as "BF16".
+        dtype: safetensors name of the dtype, such as "BF16".
         shape: Sizes of its axes.
-        start: Of its bytes in the file.
-        stop: Behind them.
+        start: Offset of its first byte in the file.
+        stop: Offset after its last byte.
     """
 
     dtype: str
@@ -44,10 +44,10 @@ class StoredTensor:
 
 @converts_arguments
 def read_safetensors_header(file: Path, *, error: type[RLError] = DataError) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name.
+    """Return the tensors of a safetensors file by name.
 
     Raises:
-        error: It is no regular file, its header is too long or says what cannot be, or it is shorter than that says.
+        error: The path is not a regular file, its header is too long or invalid, or the file is too short for it.
     """
     with open_plain(file, error=error) as (stream, size):
         length = int.from_bytes(stream.read(8), "little")

@@ -1,4 +1,4 @@
-"""Files of strangers, read by a child process before this one reads them: what can end a process ends that one."""
+"""Trial reads of untrusted files in a child process, so that a crash does not end this process."""
 
 import hashlib
 import importlib.metadata
@@ -20,7 +20,7 @@ from rl_core.record_fields import converts_arguments
 MEMORY_BYTES = 1 << 31
 BASE_CPU_S = 4
 BYTES_PER_CPU_S = 1 << 22
-"""Tokenizers and Parquet files of users are read five times as fast."""
+"""Minimum reading speed; users' tokenizers and Parquet files are read five times as fast."""
 
 DEADLINE_S = 60
 CHUNK_BYTES = 1 << 24
@@ -46,19 +46,19 @@ def run_trial(
     error: type[RLError] = DataError,
     what: str = "",
 ) -> None:
-    """Have a script read files in a child of limited memory and processor time, unless the same files passed before.
+    """Read files with a script in a child of limited memory and CPU time, unless the same files passed before.
 
-    What passed is noted by a digest in the user's cache folder, so that files are tried once.
+    A digest in the user's cache folder records files that passed.
 
     Args:
-        script: Reads `request` from its standard input as JSON. Its last line of output is `PASSED`, or what is wrong;
-            what it says before tells what it is doing.
-        request: What else the script needs to know.
-        files: What it reads; the first one is named in messages.
-        libraries: Distributions that read them: files are tried again with other versions.
-        extra_cpu_s: Seconds of a processor, beside those that every script and the size of the files get.
-        error: What is raised where the files cannot be used.
-        what: Named in messages where it is no file.
+        script: Reads `request` as JSON from its standard input. Its last line of output is `PASSED` or the problem;
+            earlier lines report its progress.
+        request: Further input of the script.
+        files: Files to read; error messages name the first.
+        libraries: Distributions that read the files; other versions repeat the trial.
+        extra_cpu_s: CPU seconds beyond the base allowance and the allowance for the files' size.
+        error: Exception class to raise if the files cannot be used.
+        what: Name in error messages if it is not a file.
     """
     passed = _cache_folder() / _digest(script, request, files, libraries, error=error)
     if passed.exists():
@@ -76,10 +76,10 @@ def run_trial(
 
 @converts_arguments
 def try_arrow_files(files: Sequence[Path], *, error: type[RLError] = DataError) -> None:
-    """Refuse Parquet and Arrow files that do not decode, or to more than a machine can hold.
+    """Check that Parquet and Arrow files decode, and to a size that the machine can hold.
 
     Raises:
-        error: Such as for a hundred million rows, or a cell of a gigabyte.
+        error: A file is invalid or too large, for example a hundred million rows or a cell of a gigabyte.
     """
     request: dict[str, Json] = {"files": [str(file) for file in files]}
     run_trial(ARROW_SCRIPT, request, files=files, libraries=["pyarrow"], error=error)

@@ -1,10 +1,9 @@
-"""Arrays as zarr (format 3) files and back; the one file that knows zarr's format and its codecs.
+"""Encoding and decoding of arrays as zarr (format 3) files; the only file that knows zarr's format and codecs.
 
-Files are those that zarr writes and reads, and a test holds them against it. zarr itself is not asked: opening an array
-takes it a millisecond of hops between threads, and a chunk three copies. Nothing that a file says is trusted: an
-array's `zarr.json` must be, field by field, what this module writes for the array, and chunks must have the sizes that
-follow from it. So there is no codec, dtype or shape to be surprised by, and nothing is allocated that the files on disk
-do not bear out.
+The files are compatible with zarr, and a test compares them with zarr's own. zarr itself is not used: it needs a
+millisecond of thread switches to open an array, and three copies per chunk. File contents are not trusted: an array's
+`zarr.json` must match, field by field, what this module writes for the array, and chunks must have the resulting sizes.
+No codec, dtype or shape is unexpected, and no allocation exceeds what the files on disk justify.
 """
 
 import json
@@ -23,26 +22,26 @@ from rl_core.files.bounded_json import load_json, shown
 from rl_core.files.checksums import checksum
 
 Parts = tuple[bytes | memoryview, ...]
-"""The content of a file, to be written one after the other."""
+"""Contents of a file as parts to write in order."""
 METADATA = "zarr.json"
 CRC_BYTES = 4
 MAX_CHUNK_BYTES = 1 << 24
 MAX_METADATA_BYTES = 1 << 14
 BLOSC_HEADER = struct.Struct("<BBBBIII")
-"""Version, version of the codec, flags, type size, bytes of the content, of a block, and of the whole chunk."""
+"""Version, codec version, flags, type size, and the bytes of the content, a block and the whole chunk."""
 BLOSC_VERSION = 2
 BLOSC_LZ4, BLOSC_FREE_FLAGS = 0x20, 0x16
-"""Flags of a chunk by lz4; and those that it may have besides: bits are shuffled, stored as it is, blocks not split."""
+"""Flag of an lz4 chunk, and the optional flags: shuffled bits, stored uncompressed, blocks not split."""
 MAX_RATIO = 256
-"""lz4 makes at most 255 bytes of one."""
+"""Maximum compression ratio; lz4 expands one byte to at most 255."""
 
 
 class FileSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One file of an array.
 
     Attributes:
-        size_bytes: Its length.
-        crc32c: Of a chunk, what its last four bytes say of those before; of `zarr.json`, of the whole file.
+        size_bytes: Size of the file.
+        crc32c: For a chunk, the checksum in its last four bytes; for `zarr.json`, that of the whole file.
     """
 
     size_bytes: int
@@ -50,13 +49,13 @@ class FileSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One array; all have one axis.
+    """One array, with one axis.
 
     Attributes:
-        dtype: numpy's name of it.
+        dtype: numpy name of the dtype.
         shape: [number of values].
-        chunk_length: Values of one chunk.
-        is_compressed: Whether chunks are compressed by lz4.
+        chunk_length: Number of values per chunk.
+        is_compressed: Whether lz4 compresses the chunks.
         metadata: The array's `zarr.json`.
         chunks: The array's chunks, in order.
     """
@@ -70,18 +69,18 @@ class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks hold all values."""
+        """Number of chunks."""
         return math.ceil(self.shape[0] / self.chunk_length)
 
 
 def plan_array(array: NDArray[Any], *, compress: bool, chunk_bytes: int | None = None) -> ArraySpec:
-    """How an array is stored, before its files are known.
+    """Plan how to store an array, before its files are known.
 
     Args:
-        array: What is to be stored.
-        compress: Whether chunks are compressed.
-        chunk_bytes: Most bytes of a chunk, all of which are equal; small ones are for those who read parts. None
-            takes MAX_CHUNK_BYTES, the most there may be.
+        array: The array to store.
+        compress: Whether to compress the chunks.
+        chunk_bytes: Maximum size of the equal chunks; use small ones to read parts. None uses MAX_CHUNK_BYTES, the
+            upper limit.
     """
     num_chunks = max(1, math.ceil(array.nbytes / min(chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)))
     return ArraySpec(
@@ -95,7 +94,7 @@ def plan_array(array: NDArray[Any], *, compress: bool, chunk_bytes: int | None =
 
 
 def encode_array(array: NDArray[Any], plan: ArraySpec) -> tuple[ArraySpec, dict[str, Parts]]:
-    """An array's files by name, `c/0`, `c/1` and so on and `zarr.json`, and what the manifest says of them.
+    """Return an array's files by name (`c/0`, `c/1`, ..., `zarr.json`) and their entry in the manifest.
 
     Raises:
         MissingExtraError: The library of zarr's codecs is not installed.
@@ -114,7 +113,7 @@ def encode_array(array: NDArray[Any], plan: ArraySpec) -> tuple[ArraySpec, dict[
 
 
 def check_sizes(spec: ArraySpec, *, path: str) -> None:
-    """Refuse an array whose files cannot hold it, before any of them is read.
+    """Check that an array's files can hold it, before any file is read.
 
     Raises:
         BrokenEntryError: A shape, a chunk or a file has an impossible size.
@@ -138,15 +137,15 @@ def check_sizes(spec: ArraySpec, *, path: str) -> None:
 
 
 def decode_array(files: Mapping[str, memoryview], spec: ArraySpec, *, path: str) -> NDArray[Any]:
-    """The array that files hold, each compared with its checksum.
+    """Return the array in these files, after checking each file's checksum.
 
     Args:
-        files: By name as in `encode_array`; sizes have been checked. The array may lie in their memory.
-        spec: What the manifest says of them.
-        path: Of the array, for messages.
+        files: Files by name as in `encode_array`, with checked sizes. The array may share their memory.
+        spec: The array's entry in the manifest.
+        path: Path of the array, for error messages.
 
     Raises:
-        BrokenEntryError: A file is not as the manifest says, or not as it must be.
+        BrokenEntryError: A file differs from the manifest, or is invalid.
         MissingExtraError: The library of zarr's codecs is not installed.
     """
     check_metadata(bytes(files[METADATA]), spec, path=path)
@@ -163,16 +162,16 @@ def decode_array(files: Mapping[str, memoryview], spec: ArraySpec, *, path: str)
 
 
 def decode_chunk(content: memoryview, index: int, spec: ArraySpec, *, path: str) -> NDArray[Any]:
-    """The values of one chunk, compared with its checksum; for those who need a part of an array.
+    """Return the values of one chunk, after checking its checksum; for reading a part of an array.
 
     Args:
-        content: The file; its size has been checked, and the array's metadata. The array may lie in its memory.
-        index: Which chunk.
-        spec: What the manifest says of the array.
-        path: Of the array, for messages.
+        content: The file; its size and the array's metadata are already checked. The array may share its memory.
+        index: Index of the chunk.
+        spec: The array's entry in the manifest.
+        path: Path of the array, for error messages.
 
     Raises:
-        BrokenEntryError: It is not as the manifest says, or not as it must be.
+        BrokenEntryError: The chunk differs from the manifest, or is invalid.
         MissingExtraError: The library of zarr's codecs is not installed.
     """
     where = f"{path}/c/{index}"
@@ -186,7 +185,7 @@ def decode_chunk(content: memoryview, index: int, spec: ArraySpec, *, path: str)
 
 
 def array_metadata(spec: ArraySpec) -> dict[str, Json]:
-    """The content of an array's `zarr.json`."""
+    """Return the contents of an array's `zarr.json`."""
     itemsize = np.dtype(spec.dtype).itemsize
     byte_order = {"name": "bytes"} if itemsize == 1 else {"name": "bytes", "configuration": {"endian": "little"}}
     blosc = {"typesize": itemsize, "cname": "lz4", "clevel": 5, "shuffle": "bitshuffle", "blocksize": 0}
@@ -206,10 +205,10 @@ def array_metadata(spec: ArraySpec) -> dict[str, Json]:
 
 
 def check_metadata(content: bytes, spec: ArraySpec, *, path: str) -> None:
-    """Refuse a `zarr.json` that is not the one that the manifest's words of the array make.
+    """Check that a `zarr.json` matches the array's entry in the manifest.
 
     Raises:
-        BrokenEntryError: It is another.
+        BrokenEntryError: The metadata differs.
     """
     where = f"{path}/{METADATA}"
     if checksum(content) != spec.metadata.crc32c:
@@ -227,7 +226,7 @@ def check_metadata(content: bytes, spec: ArraySpec, *, path: str) -> None:
 
 
 def _is_same(found: Json, expected: Json) -> bool:
-    """True when two JSON values are equal, and 1 is not 1.0 nor true in any place."""
+    """Return True if two JSON values are equal, with 1, 1.0 and true distinct at every level."""
     if type(found) is not type(expected):
         return False
     if isinstance(found, dict):
@@ -238,7 +237,7 @@ def _is_same(found: Json, expected: Json) -> bool:
 
 
 def _check_blosc(body: memoryview, spec: ArraySpec, *, path: str) -> None:
-    """Refuse a compressed chunk that would become anything but one chunk of this array."""
+    """Check that a compressed chunk decodes to exactly one chunk of this array."""
     itemsize = np.dtype(spec.dtype).itemsize
     if len(body) < BLOSC_HEADER.size:
         raise BrokenEntryError(path, f"it has {len(body)} bytes, too few for a compressed chunk")
@@ -261,7 +260,7 @@ def _stored_dtype(spec: ArraySpec) -> np.dtype[Any]:
 
 
 def _encode_chunk(values: NDArray[Any], plan: ArraySpec) -> bytes | memoryview:
-    """A chunk without its checksum; the last one is padded, as in zarr all are equal."""
+    """Encode a chunk without its checksum; the last chunk is padded to zarr's equal size."""
     padding = plan.chunk_length - len(values)
     padded = np.pad(values, (0, padding)) if padding else values
     octets = np.ascontiguousarray(padded, dtype=_stored_dtype(plan)).view(np.uint8)
@@ -272,7 +271,7 @@ def _encode_chunk(values: NDArray[Any], plan: ArraySpec) -> bytes | memoryview:
 
 
 def _checked_body(content: memoryview, chunk: FileSpec, *, path: str) -> memoryview:
-    """A chunk without its checksum, which is the manifest's, and right."""
+    """Return a chunk without its checksum, after checking that against the content and the manifest."""
     body, stored = content[:-CRC_BYTES], int.from_bytes(content[-CRC_BYTES:], "little")
     if stored != chunk.crc32c:
         raise BrokenEntryError(path, "its checksum is not the manifest's")
@@ -282,7 +281,7 @@ def _checked_body(content: memoryview, chunk: FileSpec, *, path: str) -> memoryv
 
 
 def _decode_chunk(body: memoryview, place: NDArray[Any], spec: ArraySpec, *, path: str) -> None:
-    """Put a chunk's values into their place."""
+    """Decode a chunk into its place in the array."""
     if not spec.is_compressed:
         place[:] = np.frombuffer(body, dtype=place.dtype)
         return
@@ -294,7 +293,7 @@ def _decode_chunk(body: memoryview, place: NDArray[Any], spec: ArraySpec, *, pat
 
 
 def _compressor(spec: ArraySpec) -> Any:
-    """The codec that zarr has for the metadata that `array_metadata` gives."""
+    """Return zarr's codec for the metadata of `array_metadata`."""
     try:
         from numcodecs.blosc import Blosc
     except ImportError as error:

@@ -78,7 +78,7 @@ class Capacity:
             core: What is held, and the bounds.
             num_rows: Rows that want in.
             size_bytes: Their bytes.
-            waiting_tasks: Tasks of which a consumer waits.
+            waiting_tasks: Tasks with a waiting consumer.
         """
         groups, options = core.groups, core.options
         rows, size = groups.num_rows + self.num_rows + num_rows, groups.size_bytes + self.size_bytes + size_bytes
@@ -110,7 +110,7 @@ class Capacity:
         """A reservation.
 
         Raises:
-            NotReadyError: It is not known: the queue was opened anew meanwhile.
+            NotReadyError: Unknown, because the queue was reopened meanwhile.
         """
         held = self._reservations.get(number)
         if held is None:

@@ -170,8 +170,7 @@ class TransferQueue(ABC):
             batch: Rows with any known columns; a session's rows must all be in it.
             deadline_s: Longest wait for capacity.
 
-        Raises:
-            The same as `put`.
+        Raises the errors of `put`.
         """
         check_finite(batch)
         batch = in_group_order(batch)
@@ -413,4 +412,4 @@ def _readers() -> ThreadPoolExecutor:
 
 
 class _ReservationLostError(errors.RLError):
-    """The server of the queue was started anew while this process wrote."""
+    """The queue's server was restarted while this process wrote."""

@@ -192,7 +192,7 @@ class QueueCore:
         if lease is None and lease_id < self.first_lease:
             raise OutdatedLeaseError(
                 f"lease {lease_id} of task {task!r} is outdated: the queue was opened again since. Its groups are "
-                "delivered again, or are done with, so drop this result and lease anew."
+                "delivered again, or are done, so drop this result and lease again."
             )
         if lease is None:
             how = self.ended.get(lease_id, "ran out, was released or was acked")
@@ -288,7 +288,7 @@ class QueueCore:
         return len(groups)
 
     def drop_client(self, client: str) -> None:
-        """Give back what a client holds that is gone."""
+        """Release what a dead client holds."""
         for lease_id in [i for i, lease in self.leases.items() if lease.client == client]:
             self.end_lease(lease_id, "was released, because the process that held it went away")
         self.segments.unpin_all(client)

@@ -136,7 +136,7 @@ class Finish(Message):
 
 
 class Release(Message):
-    """A lease is given back."""
+    """Release a lease."""
 
     lease_id: int
 

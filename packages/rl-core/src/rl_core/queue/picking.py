@@ -120,7 +120,7 @@ def unacked_group(groups: GroupIndex, task: TaskGroups, uid: str) -> QueuedGroup
 
 
 def check_once(uids: Sequence[str]) -> None:
-    """Refuse prompts of which one is named twice.
+    """Refuse a prompt that is named twice.
 
     Raises:
         DataError: One is.

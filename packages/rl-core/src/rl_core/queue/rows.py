@@ -118,11 +118,11 @@ def check_given(batch: Batch, given: Mapping[str, Column]) -> Batch:
 
 
 def join(leased: Leased, read: Callable[[int], Batch]) -> Batch:
-    """The rows of a lease, from the segments that hold them.
+    """Read the rows of a lease from their segments.
 
     Args:
-        leased: Which rows of which segments.
-        read: Gives a segment by number.
+        leased: Rows by segment.
+        read: Returns a segment by number.
     """
     names = set(leased.columns)
     late_names = {name for group in leased.groups for part in group.late for name in part[3]} & names

@@ -42,7 +42,7 @@ class SegmentTable:
         self._numbers = itertools.count(max(number, max(self._segments, default=0) + 1))
 
     def number_after(self, old: "SegmentTable") -> None:
-        """Go on with the numbers of another table."""
+        """Continue the numbers of another table."""
         self._numbers = old._numbers
 
     def free_unneeded(self) -> None:

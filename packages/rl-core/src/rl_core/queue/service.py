@@ -137,7 +137,7 @@ class QueueService:
         self._answers.append((answer, reply))
 
     def run(self) -> None:
-        """Go on with who waited, write what has changed, and answer."""
+        """Serve waiting requests, write changes, and answer."""
         if self._leases or self._puts:
             self._go_on()
         self._write()
@@ -181,7 +181,7 @@ class QueueService:
             self._note(f"lease {unheard} went unheard")
 
     def disconnect(self, client: str) -> None:
-        """A client is gone: what it held is given back, and nobody waits for it."""
+        """A client is gone: release what it held, and stop waiting for it."""
         self._leases = [waiting for waiting in self._leases if waiting.client != client]
         self._puts = [waiting for waiting in self._puts if waiting.client != client]
         self._capacity.give_up_of(client)

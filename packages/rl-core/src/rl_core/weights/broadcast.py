@@ -1,8 +1,8 @@
-"""Weights over the network: TCP between CPUs, NCCL between GPUs. One sender has all tensors, or each has rectangles.
+"""Weights over the network: TCP between CPUs, NCCL between GPUs.
 
-A `BroadcastTransport` sends whole tensors from one process. Where a learner has several ranks, each can send what it
-holds by a `RankSender` of its own (`DirectTransport`): then no process has the whole model. Engines ask for either by
-`WeightSources`, and their workers take it by `SourceGroups`, which put rectangles together.
+A `BroadcastTransport` sends whole tensors from one process. If a learner has several ranks, each rank can send its own
+shards with a `RankSender` (`DirectTransport`), so that no process holds the whole model. Engines request either kind
+with `WeightSources`; their workers receive with `SourceGroups`, which assemble the shards.
 """
 
 from collections.abc import Mapping
@@ -46,21 +46,20 @@ __all__ = [
 
 
 class BroadcastTransport(WeightSender):
-    """Sends whole tensors to engines in other processes and on other machines, in buckets.
+    """Sends whole tensors in buckets to engines in other processes and on other machines.
 
-    The tensors are copied to this process's memory: an engine that is started again takes them later, when the learner
-    has stepped on.
+    The tensors are copied to host memory, so that a restarted engine can load them after the learner's next step.
     """
 
     def __init__(self, options: SenderOptions | None = None, **others: Any) -> None:
-        """Listen.
+        """Start listening.
 
         Args:
-            options: How it sends.
-            others: Fields of the options that differ.
+            options: How to send.
+            others: Individual fields that override the options.
 
         Raises:
-            SettingsError: This machine has no such address, or a value is none of the options'.
+            SettingsError: This machine does not have the address, or an option is unknown.
         """
         super().__init__(replace(options or SenderOptions(), **others))
 
@@ -72,7 +71,7 @@ class BroadcastTransport(WeightSender):
         tied: Mapping[str, str],
         adapter: AdapterUpdate | None = None,
     ) -> WeightUpdate:
-        """See `WeightTransport.pack`; engines that still take the last update have the deadline to end that."""
+        """See `WeightTransport.pack`; engines still loading the last update have until the deadline to finish."""
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         digests = digest_tensors(copies)
         self.offer(version, list(copies.values()))
@@ -80,14 +79,14 @@ class BroadcastTransport(WeightSender):
 
 
 class DirectTransport:
-    """Has each rank of a learner send what it holds, so that no process has the whole model.
+    """Lets each rank of a learner send its own shards, so that no process holds the whole model.
 
-    A learner that knows it has its ranks offer their weights (`RankSender`). What is packed, such as an adapter, which
-    is small, goes through a `BroadcastTransport` over TCP.
+    A learner that supports it makes its ranks offer their weights (`RankSender`). Packed updates, such as a small
+    adapter, are sent by a `BroadcastTransport` over TCP.
     """
 
     def __init__(self, options: SenderOptions) -> None:
-        """Say how ranks send; each finds its own backend and address. Nothing listens yet."""
+        """Set how ranks send; each finds its own backend and address. Nothing listens yet."""
         self.options = options
         self._whole: BroadcastTransport | None = None
 
@@ -105,12 +104,12 @@ class DirectTransport:
         return self._whole.pack(tensors, version=version, tied=tied, adapter=adapter)
 
     def expect(self, num_receivers: int) -> None:
-        """Change how many engines are expected; ranks hear of it with the next offer."""
+        """Set the number of expected engines; ranks learn of it with the next offer."""
         self.options = replace(self.options, num_receivers=num_receivers)
         if self._whole is not None:
             self._whole.expect(num_receivers)
 
     def close(self) -> None:
-        """See `WeightTransport.close`; the ranks' senders end with them."""
+        """See `WeightTransport.close`; the ranks' senders close with their ranks."""
         if self._whole is not None:
             self._whole.close()

@@ -1,11 +1,11 @@
 """Tensors from one sender to the workers of one engine, in buckets of bounded size.
 
-They travel over the connections on which the workers have proved the transport's secret, or by NCCL, whose unique id
-travels over these.
+Buckets travel over the connections on which workers proved that they know the transport's secret, or over NCCL, whose
+unique id is exchanged on these connections.
 
-The tensors' bytes are one stream, cut into buckets of equal size; only the last is smaller. A tensor larger than a
-bucket spans several, small ones share one. Both sides hold two buckets and one tensor at a time: one bucket is filled,
-or emptied, while the other travels.
+The tensors' bytes form one stream, cut into buckets of equal size; only the last is smaller. A large tensor spans
+several buckets, small ones share one. Each side holds two buckets and one tensor at a time: one bucket is filled or
+emptied while the other travels.
 """
 
 import math
@@ -40,7 +40,7 @@ READY = b"+"
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor is before it arrives.
+    """Name, shape and dtype of a tensor before it arrives.
 
     Attributes:
         name: Its Hugging Face name.
@@ -54,13 +54,13 @@ class TensorSpec(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Of its contiguous values."""
+        """Size of its contiguous values in bytes."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return math.prod(self.shape) * dtype.itemsize
 
 
 class BroadcastGroup:
-    """A sender (rank 0) and one engine's workers, connected as long as both live."""
+    """A sender (rank 0) and one engine's workers, connected while both are alive."""
 
     def __init__(
         self,
@@ -73,19 +73,19 @@ class BroadcastGroup:
         connections: Sequence[socket.socket] = (),
         engine: socket.socket | None = None,
     ) -> None:
-        """Meet the others.
+        """Connect to the other members.
 
         Args:
-            meeting: Where.
-            name: What the members call the group.
-            rank: 0 sends, the others receive.
-            size: How many meet.
-            device: Where buckets are.
-            connections: Of the sender, to its workers by their ranks; a worker makes its own.
-            engine: Of the sender, to the workers' engine, which says nothing while they receive, unless it ends.
+            meeting: Where to meet.
+            name: Name of the group.
+            rank: 0 sends, all others receive.
+            size: Number of members.
+            device: Device of the buckets.
+            connections: Sender only: connections to its workers by rank; a worker makes its own.
+            engine: Sender only: connection to the workers' engine, which is silent while they receive, unless it ends.
 
         Raises:
-            TransferError: The sender is gone, or sends by NCCL to a CPU.
+            TransferError: The sender is gone, or sends to a CPU by NCCL.
         """
         if meeting.backend == "nccl" and device.type == "cpu":
             raise TransferError(
@@ -113,11 +113,11 @@ class BroadcastGroup:
             ) from error
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Send tensors, in order; receivers take as many, of the same sizes.
+        """Send tensors in order; receivers must receive as many, of the same sizes.
 
         Raises:
             TransferError: A receiver is gone.
-            DeadlineError: A receiver takes nothing any more.
+            DeadlineError: A receiver stopped receiving.
         """
         with ThreadPoolExecutor(1, "send weights") as thread:
             under_way: Future[None] | None = None
@@ -132,16 +132,16 @@ class BroadcastGroup:
     def receive(
         self, specs: Iterable[TensorSpec], *, thread: Executor | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Receive what is sent, tensor by tensor.
+        """Receive tensor by tensor.
 
         Args:
-            specs: What comes, in order.
-            thread: Of one thread alone, in which buckets are received. Workers that receive from several senders share
-                one, so that all of them turn to the senders in the same order; None makes one.
+            specs: The tensors, in order.
+            thread: Executor with a single thread that receives buckets. Workers that receive from several senders share
+                one, so that all workers receive from the senders in the same order; None creates one.
 
         Raises:
             TransferError: The sender is gone.
-            DeadlineError: The sender gives nothing any more.
+            DeadlineError: The sender stopped sending.
         """
         specs = list(specs)
         with ThreadPoolExecutor(1, "receive weights") as own:
@@ -159,7 +159,7 @@ class BroadcastGroup:
                 yield spec.name, values.view(getattr(torch, spec.dtype)).reshape(spec.shape)
 
     def close(self) -> None:
-        """Leave the group, whatever is under way. Can be called twice."""
+        """Leave the group at any time. Can be called twice."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -169,7 +169,7 @@ class BroadcastGroup:
             connection.close()
 
     def _filled(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Buckets of the tensors' bytes; one is filled while the one before may travel."""
+        """Buckets of the tensors' bytes; one is filled while the previous one travels."""
         buckets = self._two_buckets()
         bucket, filled = next(buckets), 0
         for tensor in tensors:
@@ -185,7 +185,7 @@ class BroadcastGroup:
             yield bucket[:filled]
 
     def _coming(self, size_bytes: int, thread: Executor) -> Iterator[torch.Tensor]:
-        """Buckets with so many bytes; one travels while the one before may be emptied."""
+        """Buckets of a total size; one travels while the previous one is emptied."""
         under_way: tuple[torch.Tensor, Future[None]] | None = None
         for bucket in self._two_buckets():
             following = bucket[:size_bytes]
@@ -199,12 +199,12 @@ class BroadcastGroup:
             under_way = started
 
     def _two_buckets(self) -> Iterator[torch.Tensor]:
-        """Two in turn; those of NCCL are on the device, sockets read and write the host's memory."""
+        """Two alternating buckets: on the device for NCCL, in host memory for sockets."""
         device = torch.device("cpu") if self._group is None else self._device
         return cycle([torch.empty(self._meeting.bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)])
 
     def _start(self, bucket: torch.Tensor, thread: Executor) -> Future[None]:
-        """Let a bucket travel, after what the present stream does with it."""
+        """Send or receive a bucket after the current stream's work on it."""
         if not bucket.is_cuda:
             return thread.submit(self._broadcast, bucket)
         stream = torch.cuda.current_stream(bucket.device)
@@ -216,7 +216,7 @@ class BroadcastGroup:
         return thread.submit(after_stream)
 
     def _broadcast(self, values: torch.Tensor) -> None:
-        """Move one bucket; each worker says when it is ready, so that nobody's deadline counts what others send it."""
+        """Transfer one bucket. Each worker reports when it is ready, so deadlines exclude time spent on others."""
         try:
             if not self._connections:
                 raise ConnectionError("this member has left the group")
@@ -250,7 +250,7 @@ class BroadcastGroup:
                 receive_into(connection, content, ends_at=ends_at)
 
     def _wait(self, work: Any) -> None:
-        """NCCL itself waits without a limit, and its watchdog would end the process."""
+        """NCCL waits without a limit, and its watchdog would end the process."""
         ends_at = time.monotonic() + self._meeting.deadline_s
         while not work.is_completed():
             if time.monotonic() > ends_at:
@@ -266,13 +266,13 @@ class BroadcastGroup:
 
 
 class UniqueIdStore(Store):
-    """What a process group of NCCL needs: the sender's unique id, which lets its holder join, at every worker.
+    """Store for NCCL's process group: passes the sender's unique id, which grants access, to every worker.
 
-    It travels over the connections on which the secret was proved, and is kept nowhere.
+    It uses the connections on which the secret was proved, and keeps nothing.
     """
 
     def __init__(self, connections: Sequence[socket.socket], meeting: Broadcast) -> None:
-        """Name the connections: of the sender to all workers, of a worker to the sender."""
+        """Set the connections: the sender's to all workers, or a worker's to the sender."""
         super().__init__()
         self._connections, self._meeting = list(connections), meeting
 
@@ -289,7 +289,7 @@ class UniqueIdStore(Store):
         return bytes.fromhex(message["value"])
 
     def check(self, keys: Sequence[str]) -> bool:  # noqa: ARG002 - torch's own signature
-        """No: torch's watchdog asks whether another member wants a dump."""
+        """Never: torch's watchdog asks whether another member wants a dump."""
         return False
 
 

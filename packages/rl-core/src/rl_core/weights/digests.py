@@ -1,4 +1,4 @@
-"""What proves a tensor: a checksum of its bytes, and what it does to a fixed vector."""
+"""Proof of a tensor: a checksum of its bytes, and its product with a fixed vector."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,28 +18,29 @@ if TYPE_CHECKING:
     import torch
 
 MAX_DIGEST_THREADS = 4
-"""Memory is the limit beyond."""
+"""Maximum parallel checksums; beyond it, memory bandwidth is the limit."""
 PROBED_AT_ONCE = 2**24
-"""Elements of a tensor that are float32 at the same time."""
+"""Number of elements converted to float32 at a time."""
 PEFT_PREFIX = "base_model.model."
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
-"""How peft names an adapter's tensors: prefix, the base's module, and one of these."""
+LORA_A = ".lora_A.weight"
+LORA_B = ".lora_B.weight"
+"""Names that peft gives an adapter's tensors: prefix, the base module, and one of these."""
 
 Answer = TypeVar("Answer")
 
 ChecksumKind = Literal["crc32c", "sums"]
-"""How the bytes of a tensor are proved: on the host, or where the tensor is, by `word_sums`."""
+"""Kind of checksum: crc32c on the host, or `word_sums` on the tensor's device."""
 
 
 @record
 class TensorDigest:
-    """What a tensor must be on arrival.
+    """Expected properties of a tensor on arrival.
 
     Attributes:
         shape: Its shape.
         dtype: torch dtype name without prefix, such as "float32".
-        checksum: Of its contiguous bytes, behind its kind: "crc32c:e3069283", or "sums:" and 32 digits.
-        probe: [out] float32 of `probe_tensor`.
+        checksum: Checksum of its contiguous bytes with its kind: "crc32c:e3069283", or "sums:" and 32 digits.
+        probe: [out] float32 result of `probe_tensor`.
     """
 
     shape: tuple[int, ...]
@@ -49,11 +50,11 @@ class TensorDigest:
 
     @property
     def kind(self) -> ChecksumKind:
-        """Of the checksum; whoever compares computes the same kind."""
+        """Kind of the checksum, which the receiver must compute."""
         return cast("ChecksumKind", self.checksum.partition(":")[0])
 
     def __reduce__(self) -> tuple[object, ...]:
-        """The probe travels as plain bytes: an adapter's update has the digests of its whole base."""
+        """Pickle the probe as plain bytes, because an adapter's update has the digests of its whole base."""
         return _unpickled_digest, (self.shape, self.dtype, self.checksum, self.probe.tobytes())
 
 
@@ -62,7 +63,7 @@ def _unpickled_digest(shape: tuple[int, ...], dtype: str, checksum: str, probe: 
 
 
 def probe_vector(size: int) -> "torch.Tensor":
-    """[size] float32 of fixed values in [-1, 1], the same on every machine."""
+    """[size] float32 fixed values in [-1, 1], the same on every machine."""
     import torch
 
     positions = torch.arange(1, size + 1, dtype=torch.float64)
@@ -70,14 +71,15 @@ def probe_vector(size: int) -> "torch.Tensor":
 
 
 def probe_tensor(tensor: "torch.Tensor", name: str = "") -> FloatArray:
-    """What a tensor does to the probe vector, in float32.
+    """Multiply a tensor by the probe vector, in float32.
 
     Args:
         tensor: [out, in] or [experts, out, in] weights, or [n] such as a norm's scale.
-        name: Of an adapter's B, [out, rank], which is probed from its other side: few numbers travel with an adapter.
+        name: Name of the tensor; an adapter's B, [out, rank], is probed from its other side, so that few numbers
+            travel.
 
     Returns:
-        [out], [experts * out], or the [n] values themselves; [rank] of an adapter's A and B.
+        [out], [experts * out], or the [n] values themselves; [rank] for an adapter's A and B.
     """
     found: FloatArray = _probed(tensor, name).cpu().numpy().copy()
     return found
@@ -92,11 +94,11 @@ def tensor_crc32c(tensor: "torch.Tensor") -> int:
 
 
 def tensor_checksum(tensor: "torch.Tensor", kind: ChecksumKind | None = None) -> str:
-    """Checksum of a tensor's contiguous bytes, as `TensorDigest` has it.
+    """Checksum of a tensor's contiguous bytes, as in `TensorDigest`.
 
     Args:
-        tensor: Of any shape and strides.
-        kind: Of the checksum; None takes "sums" of a tensor on a GPU, and "crc32c" of another.
+        tensor: Tensor of any shape and strides.
+        kind: Kind of checksum; None uses "sums" for a tensor on a GPU, and "crc32c" otherwise.
     """
     return sums_text(word_sums(tensor).tolist()) if (kind or _own_kind(tensor)) == "sums" else _crc32c_text(tensor)
 
@@ -108,11 +110,11 @@ def _crc32c_text(tensor: "torch.Tensor") -> str:
 def digest_tensors(
     tensors: Mapping[str, "torch.Tensor"], *, kind: ChecksumKind | None = None
 ) -> dict[str, TensorDigest]:
-    """Digest of each tensor, as the sender makes it.
+    """The sender's digest of each tensor.
 
     Args:
-        tensors: By name; see `probe_tensor`.
-        kind: Of the checksums; None takes "sums" of tensors on a GPU, and "crc32c" of others.
+        tensors: Tensors by name; see `probe_tensor`.
+        kind: Kind of the checksums; None uses "sums" for tensors on a GPU, and "crc32c" otherwise.
     """
     own = {name: kind or _own_kind(tensor) for name, tensor in tensors.items()}
     sums, probes = _sums_and_probes(tensors, kinds=own)
@@ -130,7 +132,7 @@ def digest_tensors(
 def _sums_and_probes(
     tensors: Mapping[str, "torch.Tensor"], *, kinds: Mapping[str, ChecksumKind]
 ) -> tuple[dict[str, str], dict[str, FloatArray]]:
-    """Checksums and probes of tensors; the numbers of all on a device come to the host together."""
+    """Checksums and probes of tensors; results of one device are copied to the host together."""
     kept = [name for name in tensors if kinds[name] == "sums"]
     read = [name for name in tensors if kinds[name] != "sums"]
     crcs = _on_threads(_crc32c_text, [tensors[name] for name in read])
@@ -141,7 +143,7 @@ def _sums_and_probes(
 
 
 def sums_text(sums: Sequence[int]) -> str:
-    """The two sums of `word_sums`, modulo 2**64, as digests and receipts have them."""
+    """The two sums of `word_sums`, modulo 2**64, in the format of digests and receipts."""
     return f"sums:{sums[0] % 2**64:016x}{sums[1] % 2**64:016x}"
 
 
@@ -150,10 +152,10 @@ def _texts(sums: Iterable["torch.Tensor"]) -> Iterator[str]:
 
 
 class PassingChecksums:
-    """Checksums of tensors that pass one by one: crc32c in a thread, sums on the tensor's device until the end."""
+    """Checksums of a stream of tensors: crc32c in a thread, sums on the tensor's device until the end."""
 
     def __init__(self, kinds: Mapping[str, ChecksumKind]) -> None:
-        """Say what to compute of each tensor; crc32c where none is named."""
+        """Set the kind of checksum per tensor; crc32c if none is named."""
         self._kinds = kinds
         self._thread = ThreadPoolExecutor(1, "checksums of weights")
         self._read: dict[str, Future[str]] = {}
@@ -164,11 +166,11 @@ class PassingChecksums:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Forget what is not computed yet."""
+        """Discard pending checksums."""
         self._thread.shutdown(cancel_futures=True)
 
     def passing(self, tensors: Iterable[tuple[str, "torch.Tensor"]]) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """The same tensors, each summed up as it passes."""
+        """Yield the same tensors and add each to the checksums."""
         last: Future[str] | None = None
         for name, tensor in tensors:
             if last is not None:
@@ -184,7 +186,7 @@ class PassingChecksums:
         return self.with_probes({})[0]
 
     def with_probes(self, live: Mapping[str, "torch.Tensor"]) -> tuple[dict[str, str], dict[str, FloatArray]]:
-        """Checksum of each tensor that passed, and probes of others; what a GPU computed comes at once."""
+        """Checksum of each tensor that passed, and probes of others; a GPU's results are copied together."""
         numbers = to_host([*self._sums.values(), *(_probed(tensor) for tensor in live.values())])
         sums = dict(zip(self._sums, _texts(numbers), strict=False))
         read = {name: checksum.result() for name, checksum in self._read.items()}
@@ -193,7 +195,7 @@ class PassingChecksums:
 
 
 def to_host(tensors: Sequence["torch.Tensor"]) -> list["torch.Tensor"]:
-    """Copies in this process's memory; those of one device travel together."""
+    """Copies in host memory; results of one device are copied together."""
     import torch
 
     found: dict[int, torch.Tensor] = {}
@@ -210,7 +212,7 @@ def _own_kind(tensor: "torch.Tensor") -> ChecksumKind:
 
 
 def _probed(tensor: "torch.Tensor", name: str = "") -> "torch.Tensor":
-    """See `probe_tensor`; on the tensor's device."""
+    """See `probe_tensor`; computed on the tensor's device."""
     import torch
 
     values = tensor.detach()
@@ -226,14 +228,14 @@ def _probed(tensor: "torch.Tensor", name: str = "") -> "torch.Tensor":
 
 @lru_cache(maxsize=64)
 def probe_vector_on(size: int, device: "torch.device") -> "torch.Tensor":
-    """`probe_vector` on a device, where it is kept."""
+    """`probe_vector` on a device, cached."""
     return probe_vector(size).to(device)
 
 
 def _on_threads(
     compute: Callable[..., Answer], tensors: Sequence["torch.Tensor"], *others: Iterable[object]
 ) -> list[Answer]:
-    """Several at once; on a GPU one after the other, in the stream of the caller."""
+    """Run several in parallel; on a GPU sequentially, in the caller's stream."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return list(map(compute, tensors, *others))
     with ThreadPoolExecutor(min(MAX_DIGEST_THREADS, os.cpu_count() or 1), "digest") as threads:

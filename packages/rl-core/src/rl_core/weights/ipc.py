@@ -1,7 +1,8 @@
-"""Weights to an engine in another process on the same GPU, which opens the sender's memory: nothing passes the host.
+"""Weights to an engine process on the same GPU, which opens the sender's memory without a copy through the host.
 
-The tensors are copied side by side into buckets, so that the learner can step on, and one handle covers many. Handles
-are those of `torch.multiprocessing.reductions`, but travel as plain values: nobody unpickles what a stranger sent.
+The tensors are copied side by side into buckets, so that the learner can continue, and one handle covers many tensors.
+Handles are those of `torch.multiprocessing.reductions`, but they travel as plain values: nothing from outside is
+unpickled.
 """
 
 import math
@@ -24,17 +25,17 @@ __all__ = ["HostMemory", "IpcTransport", "opened"]
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20
 ALIGNMENT = 256
-"""Bytes at whose multiples tensors begin; the first of a bucket are its stamp."""
+"""Alignment of tensors in bytes; the first bytes of a bucket are its stamp."""
 CPU = "cpu"
 
 
 class Place(NamedTuple):
-    """Where a tensor lies.
+    """Location of a tensor.
 
     Attributes:
-        name: Of the tensor.
-        bucket: Which one.
-        start: Byte at which it begins.
+        name: The tensor's name.
+        bucket: Index of its bucket.
+        start: First byte in the bucket.
     """
 
     name: str
@@ -55,19 +56,19 @@ class BucketMemory(Protocol):
         ...
 
     def share(self, bucket: torch.Tensor) -> SharedBucket:
-        """How another process opens a bucket that was allocated here, and is full."""
+        """Return a handle that opens a full bucket, allocated here, in another process."""
         ...
 
     def close(self) -> None:
-        """Leave nothing behind. Can be called twice."""
+        """Free everything. Can be called twice."""
         ...
 
 
 class CudaMemory:
-    """Memory of the current GPU."""
+    """Memory on the current GPU."""
 
     def __init__(self) -> None:
-        """Find it.
+        """Select the current GPU.
 
         Raises:
             SettingsError: torch sees no GPU.
@@ -86,7 +87,7 @@ class CudaMemory:
     def share(self, bucket: torch.Tensor) -> SharedBucket:
         """See `BucketMemory.share`.
 
-        torch would keep the memory until a receiver has closed it, which one that died never does: the sender alone
+        torch would keep the memory until the receiver closes it, which a dead receiver never does. Here only the sender
         decides how long it lives.
         """
         storage: Any = bucket.untyped_storage()
@@ -103,16 +104,16 @@ class CudaMemory:
         )
 
     def close(self) -> None:
-        """See `BucketMemory.close`: torch takes back what nobody holds."""
+        """See `BucketMemory.close`: torch reclaims memory without references."""
 
 
 class HostMemory:
-    """The same on a CPU, in files that processes of this machine map: for tests, and where there is no GPU to try."""
+    """The same on a CPU, in files that processes of this machine map; for tests and machines without a GPU."""
 
     device = torch.device(CPU)
 
     def __init__(self) -> None:
-        """Make a private folder in shared memory."""
+        """Create a private folder in shared memory."""
         stack = ExitStack()
         self._folder = stack.enter_context(locked_folder(SHARED_MEMORY, FOLDER_PREFIX, mode=0o700))
         self._files: dict[int, Path] = {}
@@ -145,12 +146,12 @@ class IpcTransport:
         keeps: bool = True,
         memory: BucketMemory | None = None,
     ) -> None:
-        """Choose the memory; none is taken yet.
+        """Set the memory; none is allocated yet.
 
         Args:
-            bucket_bytes: Most bytes of a bucket that holds several tensors; a larger tensor has one of its own.
-            keeps: Keep an update until the next one, for an engine that is started again; else `release` frees it.
-            memory: Of the current GPU by default.
+            bucket_bytes: Maximum size of a bucket with several tensors; a larger tensor gets its own bucket.
+            keeps: Keep an update until the next one, for a restarted engine; otherwise `release` frees it.
+            memory: Memory of the buckets; by default the current GPU's.
 
         Raises:
             SettingsError: There is no GPU.
@@ -171,7 +172,7 @@ class IpcTransport:
         """See `WeightTransport.pack`.
 
         Raises:
-            TransferError: A tensor is not where the buckets are.
+            TransferError: A tensor is on another device than the buckets.
         """
         if self._is_closed:
             raise NotReadyError("the weight transport is closed. Make a new one.")
@@ -194,7 +195,7 @@ class IpcTransport:
         return WeightUpdate(version=version, digests=digests, shared=shared, tied=dict(tied), adapter=adapter)
 
     def release(self) -> None:
-        """Free the last update, which the engine has taken, unless it is kept for one that is started again."""
+        """Free the last update, which the engine has loaded, unless it is kept for a restarted one."""
         if not self._keeps:
             self._free()
 
@@ -223,11 +224,11 @@ class IpcTransport:
 
 @contextmanager
 def opened(update: WeightUpdate) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of an update in shared buckets: views of the sender's memory, valid within.
+    """Tensors of an update in shared buckets, as views of the sender's memory that are valid within the context.
 
     Raises:
-        EngineError: They are on a GPU that this process does not have, or are not what the digests say.
-        WeightsGoneError: The sender is gone, or has another version by now.
+        EngineError: The memory is on a GPU that this process does not have, or contents and digests differ.
+        WeightsGoneError: The sender is gone, or has another version now.
     """
     shared = update.shared
     if shared is None:
@@ -248,10 +249,10 @@ def opened(update: WeightUpdate) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def bucket_plan(digests: Mapping[str, TensorDigest], bucket_bytes: int) -> tuple[list[int], list[Place]]:
-    """How tensors lie in buckets: in order, each bucket as full as it gets.
+    """Lay out tensors in buckets: in order, each bucket as full as possible.
 
     Returns:
-        Size of each bucket in bytes, and the place of each tensor.
+        Size of each bucket in bytes, and the location of each tensor.
     """
     sizes: list[int] = []
     places = []
@@ -265,7 +266,7 @@ def bucket_plan(digests: Mapping[str, TensorDigest], bucket_bytes: int) -> tuple
 
 
 def _open(bucket: SharedBucket, device: torch.device) -> torch.Tensor:
-    """[size_bytes] uint8 of another process."""
+    """[size_bytes] uint8 memory of another process."""
     if device.type == CPU:
         require_plain(Path(bucket.handle), error=WeightsGoneError)
         if Path(bucket.handle).stat().st_size != bucket.size_bytes:
@@ -297,7 +298,7 @@ def _device_of(shared: SharedBuckets, version: int) -> torch.device:
 
 
 def _identity(device: torch.device) -> str:
-    """What every process calls a device, whichever it sees."""
+    """Name of a device that is the same in every process, whichever devices it sees."""
     return CPU if device.type == CPU else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 

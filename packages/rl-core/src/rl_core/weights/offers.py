@@ -1,4 +1,4 @@
-"""What each rank of a learner offers to engines, and the update that the offers of all ranks make."""
+"""The shards that each rank of a learner offers to engines, and the update that all offers make up."""
 
 import itertools
 import math
@@ -15,12 +15,12 @@ from rl_core.weights.update import Rectangle, WeightSource, WeightUpdate
 
 @record
 class HeldRectangle:
-    """A rectangle of a tensor, as a rank holds it.
+    """A rectangle of a tensor that a rank holds.
 
     Attributes:
-        rectangle: Which.
-        shape: Of the whole tensor.
-        read: Gives its elements, contiguous, of the rectangle's sizes; as often as it is called.
+        rectangle: Position and size.
+        shape: Shape of the whole tensor.
+        read: Returns its elements, contiguous; can be called repeatedly.
     """
 
     rectangle: Rectangle
@@ -33,8 +33,8 @@ class RankOffer:
     """What one rank sends.
 
     Attributes:
-        source: Where to, and which rectangles.
-        digests: Of each rectangle.
+        source: The sender and its rectangles.
+        digests: Digest of each rectangle.
     """
 
     source: WeightSource
@@ -42,24 +42,24 @@ class RankOffer:
 
 
 class RankSender:
-    """A rank's sender, open from its first offer to its end."""
+    """A rank's sender, open from its first offer until it is closed."""
 
     def __init__(self, name: str) -> None:
-        """Listen to nobody yet.
+        """Create without listening.
 
         Args:
-            name: Of the rank, for messages.
+            name: The rank's name, for messages.
         """
         self._name = name
         self._sender: WeightSender | None = None
 
     def offer(self, held: Sequence[HeldRectangle], options: SenderOptions, *, version: int) -> RankOffer:
-        """Send these rectangles to who asks, read when they are sent: they must not change until `withdraw`.
+        """Send these rectangles on request. They are read when sent, so they must not change until `withdraw`.
 
         Args:
-            held: In the order of the tensors.
-            options: How; those of the first offer count.
-            version: What they are.
+            held: Rectangles in the order of the tensors.
+            options: How to send; those of the first offer apply.
+            version: Policy version.
         """
         if self._sender is None:
             self._sender = WeightSender(options)
@@ -78,19 +78,19 @@ class RankSender:
             self._sender.expect(num_receivers)
 
     def withdraw(self) -> None:
-        """Send nothing any more, before the rectangles change; waits for engines that take them."""
+        """Stop sending before the rectangles change; waits for engines that are receiving."""
         if self._sender is not None:
             self._sender.withdraw()
 
     def close(self) -> None:
-        """Leave every engine. Can be called twice."""
+        """Disconnect from every engine. Can be called twice."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()
 
 
 class _Reading:
-    """The elements of rectangles, read anew by each who iterates."""
+    """Elements of rectangles, read again by each iteration."""
 
     def __init__(self, held: Sequence[HeldRectangle]) -> None:
         self._held = held
@@ -102,16 +102,16 @@ class _Reading:
 def join_offers(
     offers: Sequence[RankOffer], names: Iterable[str], *, version: int, tied: Mapping[str, str]
 ) -> WeightUpdate:
-    """The update that engines take from all ranks.
+    """The update that engines receive from all ranks.
 
     Args:
-        offers: Of every rank.
-        names: Of all tensors, in the order in which they are sent.
-        version: What they are.
-        tied: Names served from another tensor.
+        offers: Offers of every rank.
+        names: Names of all tensors, in sending order.
+        version: Policy version.
+        tied: Names that are served from another tensor.
 
     Raises:
-        WeightProofError: The rectangles of a tensor do not make it up; the message names it.
+        WeightProofError: Rectangles do not cover a tensor exactly; names the tensor.
     """
     parts = [pair for offer in offers for pair in zip(offer.source.rectangles, offer.digests, strict=True)]
     shapes = {rectangle.name: digest.shape for rectangle, digest in parts}
@@ -137,7 +137,7 @@ def join_offers(
 
 
 def _make_up(rectangles: Sequence[Rectangle], shape: tuple[int, ...]) -> bool:
-    """True where they lie within the tensor, have as many elements, and none of them twice."""
+    """True if the rectangles lie within the tensor and cover each element exactly once."""
     is_within = all(
         offset >= 0 and offset + size <= length
         for one in rectangles

@@ -1,4 +1,4 @@
-"""Publish a policy version to engines, and prove that each now serves it."""
+"""Publish a policy version to engines, and prove that each of them serves it."""
 
 import asyncio
 import math
@@ -19,11 +19,11 @@ Answer = TypeVar("Answer")
 
 @settings_record
 class ProofTolerances:
-    """How far an engine may be from the learner.
+    """Maximum differences between engine and learner.
 
     Attributes:
-        probe: Largest difference of a probe, as a share of that probe's largest value.
-        canary: Largest difference of a canary logprob, in nats; inf compares none.
+        probe: Maximum difference of a probe, relative to its largest value.
+        canary: Maximum difference of a canary logprob in nats; inf skips the canary.
     """
 
     probe: float = 1e-4
@@ -31,25 +31,25 @@ class ProofTolerances:
 
 
 BFLOAT16_TOLERANCES = ProofTolerances(probe=3e-2, canary=0.3)
-"""For engines that serve in bfloat16, whose logprobs differ from float32 by up to about 0.1."""
+"""For engines in bfloat16, whose logprobs differ from float32 by up to about 0.1."""
 
 
 @record
 class PublishReport:
-    """What a publication cost and proved.
+    """Cost and result of a publication.
 
     Attributes:
-        version: The version now served by every engine.
+        version: Policy version that every engine now serves.
         fingerprint: See `WeightUpdate.fingerprint`.
-        num_tensors: Tensors compared, tied ones included.
-        probe_max_diff: Largest probe difference, as a share of the probe's largest value.
-        canary_max_diff: Largest canary difference in nats; 0 where none was compared, also until `prove_canary` does.
-        update_s: Seconds until the last engine had taken the weights.
-        proof_s: Seconds of the comparison.
-        drain_s: Seconds until the last engine had ended what it had before; 0 where requests went on.
-        stall_s: Longest time in which an engine drew no token because of the update, drain_s apart. What it computes
-            again of requests that go on comes on top.
-        canary_scores: Of each engine, what `prove_canary` has to compare.
+        num_tensors: Number of compared tensors, including tied ones.
+        probe_max_diff: Largest probe difference, relative to the probe's largest value.
+        canary_max_diff: Largest canary difference in nats; 0 if none was compared, and until `prove_canary` runs.
+        update_s: Seconds until the last engine had loaded the weights.
+        proof_s: Seconds spent comparing.
+        drain_s: Seconds until the last engine had finished running requests; 0 if requests continued.
+        stall_s: Longest time without a new token in an engine because of the update, excluding drain_s and
+            recomputation for requests that continue.
+        canary_scores: Scores per engine that `prove_canary` must compare.
         size_bytes: See `WeightUpdate.size_bytes`.
     """
 
@@ -69,14 +69,14 @@ class PublishReport:
 async def publish_weights(
     update: WeightUpdate, receivers: Sequence[WeightReceiver], *, canary: Canary, tolerances: ProofTolerances
 ) -> PublishReport:
-    """Give an update to every engine, and compare what each then serves with what was sent.
+    """Send an update to every engine, and compare what each serves with what was sent.
 
-    Of a canary without logprobs the report has the engines' scores, for `prove_canary`.
+    For a canary without logprobs, the report contains the engines' scores for `prove_canary`.
 
     Raises:
         NotReadyError: There is no engine.
-        WeightProofError: An engine serves something else; the message names the first tensor that differs. Or the
-            learner's own weights are not finite: then nothing is sent.
+        WeightProofError: An engine serves something else; names the first tensor that differs. Or the learner's own
+            weights are not finite, and nothing is sent.
     """
     if not receivers:
         raise NotReadyError(f"version {update.version} needs an engine to be published to; found none. Start one.")
@@ -113,19 +113,19 @@ def prove_canary(
     *,
     tolerances: ProofTolerances,
 ) -> PublishReport:
-    """Compare each engine's scores of a canary without logprobs with the learner's, which replays its experts.
+    """Compare each engine's scores of a canary without logprobs with the learner's, which replays the engine's experts.
 
-    A mixture's router decides between nearly equal experts by rounding, so that engine and learner would differ by more
-    than any tolerance that still proves something. The learner must have the weights that were published.
+    Rounding decides between nearly equal experts in a mixture's router, so without replay engine and learner would
+    differ by more than any useful tolerance. The learner must still have the published weights.
 
     Args:
-        canary: That was published.
-        report: Of its publication.
-        score: The learner's logprobs of sequences, with the experts that the engine used for each.
-        tolerances: Of the proof.
+        canary: The published canary.
+        report: Report of its publication.
+        score: Returns the learner's logprobs of sequences, given the engine's experts.
+        tolerances: Maximum differences.
 
     Returns:
-        The report with the largest difference; as it is where nothing is left to compare.
+        The report with the largest difference; unchanged if nothing is left to compare.
 
     Raises:
         WeightProofError: A logprob differs by more than the tolerance.
@@ -144,10 +144,10 @@ def prove_canary(
 async def retry_proof(
     publish: Callable[[], Awaitable[PublishReport]], *, on_failure: Callable[[WeightProofError], None]
 ) -> PublishReport:
-    """Publish, and once more if the proof fails.
+    """Publish, and retry once if the proof fails.
 
     Args:
-        publish: Gives an update to engines and proves it, such as a `publish_weights` with its arguments.
+        publish: Sends an update to engines and proves it, such as `publish_weights` with its arguments.
         on_failure: Called with the error of the first proof.
 
     Raises:
@@ -164,11 +164,11 @@ def check_receipt(update: WeightUpdate, receipt: WeightReceipt, *, tolerances: P
     """Compare what arrived and what is live with what was sent.
 
     Returns:
-        The largest probe difference, as a share of that probe's largest value.
+        The largest probe difference, relative to that probe's largest value.
 
     Raises:
-        WeightProofError: Wrong version, a problem that the engine itself found, or a tensor that is missing, changed
-            on its way, or not live.
+        WeightProofError: The version is wrong, the engine reports a problem, or a tensor is missing, changed or not
+            live.
         DataError: A tied name has a source that was not sent.
     """
     if receipt.version != update.version:
@@ -236,7 +236,7 @@ def check_canary(canary: Canary, scores: Sequence[FloatArray], *, tolerances: Pr
 
 
 def _check_finite(update: WeightUpdate, canary: Canary) -> None:
-    """Refuse what no engine could serve, so that none is blamed for it."""
+    """Refuse weights that no engine could serve, so that no engine is blamed for them."""
     for name, digest in update.served.items():
         if not np.isfinite(digest.probe).all():
             raise WeightProofError(
@@ -253,7 +253,7 @@ def _check_finite(update: WeightUpdate, canary: Canary) -> None:
 
 
 def _worst(answers: Sequence[Answer], check: Callable[[Answer], float]) -> float:
-    """The largest difference that a check of each engine's answer finds; one that fails says of which engine."""
+    """Largest difference over the checks of all engines' answers; a failed check names its engine."""
     worst = 0.0
     for index, answer in enumerate(answers):
         try:

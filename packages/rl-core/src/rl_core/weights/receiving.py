@@ -1,4 +1,4 @@
-"""An engine's side of weights over the network: it asks every sender, and its workers put together what they send."""
+"""An engine's side of weights over the network: it requests them from every sender, and its workers assemble them."""
 
 import socket
 import uuid
@@ -18,12 +18,12 @@ from rl_core.weights.update import Broadcast, Rectangle, WeightSource, WeightUpd
 
 
 class JoinedSource(NamedTuple):
-    """A sender that an engine has asked.
+    """A sender that an engine has contacted.
 
     Attributes:
-        meeting: Where the engine's workers meet it.
-        engine: What the engine is called there.
-        sender: Who it is, for messages.
+        meeting: Where the engine's workers connect.
+        engine: The engine's name there.
+        sender: The sender's name, for messages.
     """
 
     meeting: Broadcast
@@ -36,11 +36,11 @@ class ReceivePlan:
     """What an engine's workers receive.
 
     Attributes:
-        version: Of the policy.
+        version: Policy version.
         specs: All tensors, in order.
-        tied: Names among them that the model serves from another tensor.
-        kinds: What checksum to compute of each.
-        rectangles: What each sender sends, in order.
+        tied: Names that the model serves from another tensor.
+        kinds: Kind of checksum per tensor.
+        rectangles: Rectangles of each sender, in order.
     """
 
     version: int
@@ -51,7 +51,7 @@ class ReceivePlan:
 
 
 def receive_plan(update: WeightUpdate) -> ReceivePlan:
-    """What comes with an update from its senders."""
+    """Parts of an update that its senders provide."""
     specs = [TensorSpec(name, tuple(digest.shape), digest.dtype) for name, digest in update.digests.items()]
     return ReceivePlan(
         version=update.version,
@@ -63,10 +63,10 @@ def receive_plan(update: WeightUpdate) -> ReceivePlan:
 
 
 def update_sources(update: WeightUpdate) -> Sequence[WeightSource]:
-    """The senders of an update; a single one sends every tensor whole.
+    """Senders of an update; a single one sends every tensor whole.
 
     Raises:
-        TransferError: It does not come over the network.
+        TransferError: The update does not come over the network.
     """
     if update.sources:
         return update.sources
@@ -77,17 +77,17 @@ def update_sources(update: WeightUpdate) -> Sequence[WeightSource]:
 
 
 class BroadcastReceiver:
-    """An engine's side before its workers receive: it asks for an update, and hears whether it is served.
+    """An engine's side before its workers receive: requests an update and learns whether it is served.
 
     Attributes:
-        name: By which its workers meet the sender; a new one where the sender is met anew.
+        name: Name under which its workers connect to the sender; new for each connection.
     """
 
     def __init__(self, *, num_workers: int) -> None:
-        """Connect to nobody yet.
+        """Create without connecting.
 
         Args:
-            num_workers: That receive.
+            num_workers: Number of receiving workers.
         """
         self.name = uuid.uuid4().hex
         self._num_workers = num_workers
@@ -95,7 +95,7 @@ class BroadcastReceiver:
         self._joined: Broadcast | None = None
 
     def announce(self, update: WeightUpdate) -> Broadcast:
-        """Ask the only sender of an update; when this returns, the workers meet it (`BroadcastGroup`).
+        """Request an update from its only sender; afterwards the workers connect (`BroadcastGroup`).
 
         Raises:
             TransferError: The sender is gone, or sends another version.
@@ -107,7 +107,7 @@ class BroadcastReceiver:
         return source.meeting
 
     def ask(self, meeting: Broadcast, version: int, *, sender: str) -> None:
-        """Ask for an update; the sender waits for `go_on`.
+        """Request an update; the sender waits for `go_on`.
 
         Raises:
             TransferError: The sender is gone, or sends another version.
@@ -130,7 +130,7 @@ class BroadcastReceiver:
             raise TransferError(f"{sender}: {answer['refusal']}")
 
     def go_on(self, *, goes_on: bool = True) -> None:
-        """Have the sender send what was asked for, or not.
+        """Tell the sender to send, or not to.
 
         Raises:
             TransferError: The sender is gone.
@@ -144,7 +144,7 @@ class BroadcastReceiver:
             raise TransferError(f"the sender of weights at {self._joined.host} is gone: {error}.") from error
 
     def close(self) -> None:
-        """Leave the sender. Can be called twice."""
+        """Disconnect from the sender. Can be called twice."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -168,21 +168,21 @@ class BroadcastReceiver:
 
 
 class WeightSources:
-    """An engine's side before its workers receive, of as many senders as an update has."""
+    """An engine's side before its workers receive, for all senders of an update."""
 
     def __init__(self, *, num_workers: int) -> None:
-        """Connect to nobody yet.
+        """Create without connecting.
 
         Args:
-            num_workers: That receive.
+            num_workers: Number of receiving workers.
         """
         self._num_workers = num_workers
         self._receivers: dict[Broadcast, BroadcastReceiver] = {}
 
     def announce(self, update: WeightUpdate) -> list[JoinedSource]:
-        """Ask every sender of an update; when this returns, the workers meet them (`SourceGroups`).
+        """Request an update from every sender; afterwards the workers connect (`SourceGroups`).
 
-        Nobody sends anything where one refuses.
+        If one sender refuses, none sends.
 
         Raises:
             TransferError: A sender is gone, or sends another version.
@@ -212,27 +212,27 @@ class WeightSources:
         return [JoinedSource(one.meeting, self._receivers[one.meeting].name, one.sender) for one in sources]
 
     def close(self) -> None:
-        """Leave every sender. Can be called twice."""
+        """Disconnect from every sender. Can be called twice."""
         for receiver in self._receivers.values():
             receiver.close()
         self._receivers.clear()
 
 
 class SourceGroups:
-    """One worker's end of the groups with all senders.
+    """One worker's side of the groups with all senders.
 
     Attributes:
-        sources: Whom it has met; nobody once it has left.
+        sources: Connected senders; empty after leaving.
     """
 
     def __init__(self, sources: Sequence[JoinedSource], *, rank: int, size: int, device: torch.device) -> None:
-        """Meet every sender.
+        """Connect to every sender.
 
         Args:
-            sources: Who they are.
-            rank: Of the worker in each group, from 1.
-            size: Members of each group: the sender, and the engine's workers.
-            device: Where tensors are put together.
+            sources: The senders.
+            rank: The worker's rank in each group, from 1.
+            size: Members of each group: the sender and the engine's workers.
+            device: Device on which tensors are assembled.
 
         Raises:
             TransferError: A sender is gone.
@@ -248,13 +248,13 @@ class SourceGroups:
             raise
 
     def receive(self, plan: ReceivePlan) -> Iterator[tuple[str, torch.Tensor]]:
-        """Receive an update, tensor by tensor; of each, the rectangles that its senders have.
+        """Receive an update tensor by tensor, assembled from its senders' rectangles.
 
-        Where that ends midway, every group is left, so that no sender waits.
+        If it ends midway, every group is left, so that no sender waits.
 
         Raises:
             TransferError: A sender is gone.
-            DeadlineError: A sender gives nothing any more.
+            DeadlineError: A sender stopped sending.
         """
         dtypes = {spec.name: spec.dtype for spec in plan.specs}
         pieces: dict[str, list[tuple[int, Rectangle]]] = {}

@@ -17,7 +17,7 @@ from rl_core.weights.update import Rectangle
 from rl_core.weights.word_sums import CHUNK_BYTES, MODULUS, WORD_BYTES, row_sums, word_sums
 
 CHUNK_WORDS = CHUNK_BYTES // WORD_BYTES
-"""Most words that are summed up at once."""
+"""Maximum number of words summed at once."""
 
 
 @record
@@ -25,10 +25,10 @@ class RectangleDigest:
     """What a rank computes of its rectangle of a tensor.
 
     Attributes:
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         dtype: torch dtype name without prefix.
         sums: The two sums of its words.
-        probe: [n] float32: of its rows, as far as its columns go; of a vector the values themselves.
+        probe: [n] float32 probe of its rows over its columns; of a vector the values themselves.
     """
 
     shape: tuple[int, ...]
@@ -38,10 +38,10 @@ class RectangleDigest:
 
 
 def digest_rectangles(parts: Iterable[tuple[Rectangle, Sequence[int], torch.Tensor]]) -> list[RectangleDigest]:
-    """Digest of each rectangle of a vector or matrix; the numbers of all on a device come to the host together.
+    """Digest of each rectangle of a vector or matrix; results of one device are copied to the host together.
 
     Args:
-        parts: Which rectangle, the shape of its tensor, and its elements, of `Rectangle.sizes`.
+        parts: Position, shape of its tensor, and elements, of `Rectangle.sizes`.
 
     Raises:
         ShapeError: A tensor has more than two axes.
@@ -64,7 +64,7 @@ def digest_rectangles(parts: Iterable[tuple[Rectangle, Sequence[int], torch.Tens
 
 
 def join_digests(parts: Iterable[tuple[Rectangle, RectangleDigest]]) -> dict[str, TensorDigest]:
-    """Digest of each tensor from those of all its rectangles."""
+    """Digest of each tensor, from those of all its rectangles."""
     by_name: dict[str, list[tuple[Rectangle, RectangleDigest]]] = {}
     for rectangle, digest in parts:
         by_name.setdefault(rectangle.name, []).append((rectangle, digest))
@@ -72,18 +72,18 @@ def join_digests(parts: Iterable[tuple[Rectangle, RectangleDigest]]) -> dict[str
 
 
 def _unsigned(sums: torch.Tensor) -> tuple[int, int]:
-    """The two sums as numbers from 0 on."""
+    """The two sums as non-negative numbers."""
     first, second = sums.tolist()
     return first % MODULUS, second % MODULUS
 
 
 def rectangle_sums(values: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """The share of a rectangle in the two sums of its tensor.
+    """A rectangle's contribution to the two sums of its tensor.
 
     Args:
         values: Its elements.
-        offsets: Where it begins.
-        shape: Of the tensor, of at most two axes.
+        offsets: Its first index per axis.
+        shape: Shape of the tensor, of at most two axes.
 
     Returns:
         [2] int64, on the rectangle's device.

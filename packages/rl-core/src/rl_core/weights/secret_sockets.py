@@ -1,8 +1,8 @@
-"""TCP between two that share a secret: it listens on one address, and a stranger gets 32 random bytes and nothing else.
+"""TCP between two processes that share a secret, on one address; a stranger receives only 32 random bytes.
 
-Each side sends a nonce, and proves the secret by an HMAC of both nonces, before either reads anything but these bytes.
-What follows is neither encrypted nor signed: who can read or change the traffic between two machines can read or change
-it here too.
+Each side sends a nonce and proves the secret with an HMAC of both nonces before either reads anything else. The traffic
+after that is neither encrypted nor signed: anyone who can read or change the traffic between two machines can read or
+change it here too.
 """
 
 import hmac
@@ -23,26 +23,26 @@ from rl_core.errors import SettingsError
 SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
 MAX_MESSAGE_BYTES = 1 << 16
 MAX_STRANGERS = 64
-"""Connections that have not proved the secret; one more, and the oldest of them is closed."""
+"""Maximum number of connections that have not proved the secret; beyond it, the oldest is closed."""
 HANDSHAKE_S = 10.0
 REOPENS_S = 10.0
-"""How long a port may be closed before its sender counts as gone: it listens only while somebody is missing."""
+"""How long a port may be closed before its sender counts as gone; it listens only while a receiver is missing."""
 PAUSE_S = 0.02
 
 
 class Listener:
-    """Takes connections on one address; who proves the secret is handed on, each in a thread of its own."""
+    """Accepts connections on one address; each one that proves the secret is handled in its own thread."""
 
     def __init__(self, host: str, secret: bytes, on_known: Callable[[socket.socket], None]) -> None:
-        """Bind a free port, and listen.
+        """Bind a free port and listen.
 
         Args:
-            host: An address of this machine, or its name.
-            secret: That a connection must prove.
-            on_known: Called with a connection that did, in a thread of its own; closes it in the end.
+            host: Address or name of this machine.
+            secret: Secret that a connection must prove.
+            on_known: Called with each connection that proved the secret, in its own thread; closes it at the end.
 
         Raises:
-            SettingsError: This machine has no such address, or it stands for all of them.
+            SettingsError: This machine does not have the address, or the address means all of them.
         """
         self._socket = _bind(host)
         self.port: int = self._socket.getsockname()[1]
@@ -55,7 +55,7 @@ class Listener:
         self._thread.start()
 
     def set_open(self, is_open: bool) -> None:
-        """Listen, or refuse everybody; the port is kept. No effect once closed."""
+        """Listen, or refuse all connections while keeping the port. No effect once closed."""
         with self._changed:
             if is_open == self._is_open or self._is_closed:
                 return
@@ -69,7 +69,7 @@ class Listener:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Refuse everybody for good. Can be called twice."""
+        """Refuse all connections from now on. Can be called twice."""
         self.set_open(False)
         with self._changed:
             self._is_closed = True
@@ -122,10 +122,10 @@ class Listener:
 
 
 def connect(host: str, port: int, secret: bytes, *, deadline_s: float) -> socket.socket:
-    """Reach a `Listener`, prove the secret to it, and have it prove the same.
+    """Connect to a `Listener`; both sides prove the secret.
 
     Raises:
-        OSError: Nobody is there, or who is there does not know the secret; TimeoutError where it says nothing.
+        OSError: Nobody listens, or the listener does not know the secret; TimeoutError if it does not answer.
     """
     reopens_at = time.monotonic() + min(REOPENS_S, deadline_s)
     while True:
@@ -148,7 +148,7 @@ def send(connection: socket.socket, content: bytes | memoryview, *, ends_at: flo
     """Send everything.
 
     Raises:
-        OSError: The other side is gone; TimeoutError where it takes nothing any more.
+        OSError: The other side is gone; TimeoutError if it stopped reading.
     """
     connection.settimeout(_left_s(ends_at))
     connection.sendall(content)
@@ -158,7 +158,7 @@ def receive_into(connection: socket.socket, content: memoryview, *, ends_at: flo
     """Fill a buffer.
 
     Raises:
-        OSError: The other side is gone; TimeoutError where it sends nothing any more.
+        OSError: The other side is gone; TimeoutError if it stopped sending.
     """
     while len(content):
         connection.settimeout(_left_s(ends_at))
@@ -169,17 +169,17 @@ def receive_into(connection: socket.socket, content: memoryview, *, ends_at: flo
 
 
 def is_readable(connection: socket.socket) -> bool:
-    """Whether the other side has sent something that waits, or is gone."""
+    """True if the other side has sent data that is not read yet, or is gone."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         return bool(selector.select(0))
 
 
 def wait_readable(connection: socket.socket, *, unless: socket.socket | None) -> None:
-    """Wait until the other side has sent something, or is gone, for as long as another connection is silent.
+    """Wait until the other side has sent data or is gone, or until another connection does either.
 
     Raises:
-        ConnectionResetError: That one is gone.
+        ConnectionResetError: The other connection's peer is gone.
     """
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
@@ -191,20 +191,20 @@ def wait_readable(connection: socket.socket, *, unless: socket.socket | None) ->
 
 
 def send_message(connection: socket.socket, message: Mapping[str, Any], *, deadline_s: float) -> None:
-    """Send an object of JSON; errors as `send`."""
+    """Send a JSON object; raises as `send`."""
     content = json.dumps(message).encode()
     send(connection, len(content).to_bytes(4, "big") + content, ends_at=time.monotonic() + deadline_s)
 
 
 def receive_message(connection: socket.socket, *, deadline_s: float) -> dict[str, Any]:
-    """Receive an object of JSON.
+    """Receive a JSON object.
 
     Args:
-        connection: Whence.
-        deadline_s: Longest wait; infinity waits for as long as the other side lives.
+        connection: The connection.
+        deadline_s: Maximum wait; infinity waits while the other side is alive.
 
     Raises:
-        OSError: As `receive_into`; ConnectionError also for what is no message.
+        OSError: As in `receive_into`; ConnectionError also for an invalid message.
     """
     ends_at = time.monotonic() + deadline_s
     size = int.from_bytes(_receive(connection, 4, ends_at=ends_at), "big")
@@ -221,7 +221,7 @@ def receive_message(connection: socket.socket, *, deadline_s: float) -> dict[str
 
 
 def hang_up(connection: socket.socket) -> None:
-    """End a connection that another thread may wait on, which notices and closes it."""
+    """Shut down a connection on which another thread may wait; that thread then closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -271,7 +271,7 @@ def _proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
 
 
 def _watch(connection: socket.socket) -> None:
-    """Notice within 11 s that the other machine is gone, and send small messages at once."""
+    """Detect a lost machine within 11 s, and send small messages immediately."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):

@@ -1,9 +1,8 @@
-"""Who sends weights over the network: it listens for engines, and sends each of them what it offers now.
+"""The sender of weights over the network: it listens for engines, and sends each one the current version.
 
-It listens on one address, as long as a receiver is missing, for engines that know its secret, which travels with the
-update through the role call. Each engine keeps a connection on which it asks for updates, and each of its workers one
-on which it takes them: an engine that dies disturbs no other, and one that is started again takes the current weights
-when it asks for them.
+It listens on one address while a receiver is missing, for engines that know its secret, which reaches them with the
+update through the role call. Each engine keeps a connection for requests, and each of its workers one for tensors. An
+engine that dies does not disturb others, and a restarted one receives the current weights on request.
 """
 
 import logging
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 
 MAX_WORKERS = 4096
 LOOK_S = 0.05
-"""How often it is looked whether an engine whose workers are missing is still there."""
+"""Interval of checks that an engine is still alive while its workers are missing."""
 DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 
@@ -36,13 +35,13 @@ class SenderOptions:
     """How weights are sent.
 
     Attributes:
-        backend: "nccl" sends from the current GPU; every engine's worker must have another one. "gloo" is the earlier
-            name of "tcp".
-        host: This machine's address, as engines reach it; nothing listens on another one.
-        bucket_bytes: Most bytes that travel at once.
-        deadline_s: Longest wait for a receiver, in every step.
-        num_receivers: Engines that are expected: once so many are connected, nothing listens until one is lost. None
-            listens until the end.
+        backend: "nccl" sends from the current GPU; every engine worker must use another one. "gloo" is the earlier name
+            of "tcp".
+        host: This machine's address that engines can reach; nothing listens on another one.
+        bucket_bytes: Maximum number of bytes in flight.
+        deadline_s: Maximum wait for a receiver, per step.
+        num_receivers: Number of expected engines: once all are connected, nothing listens until one is lost. None
+            always listens.
     """
 
     backend: Literal["tcp", "gloo", "nccl"] = "tcp"
@@ -53,7 +52,7 @@ class SenderOptions:
 
 
 class _Engine:
-    """One receiver, as the sender knows it: the connection on which it asks, and those of its workers."""
+    """The sender's view of one receiver: its connection for requests, and those of its workers."""
 
     def __init__(self, connection: socket.socket, *, num_workers: int) -> None:
         self.connection, self.num_workers = connection, num_workers
@@ -63,11 +62,11 @@ class _Engine:
 
     @property
     def is_whole(self) -> bool:
-        """True once all workers are there."""
+        """True once all workers are connected."""
         return len(self.workers) == self.num_workers
 
     def hang_up(self) -> None:
-        """Have the threads that wait for it end that."""
+        """Make the threads that wait for it stop waiting."""
         for connection in (self.connection, *self.workers.values()):
             hang_up(connection)
 
@@ -82,10 +81,10 @@ class WeightSender:
     """Sends one version to engines in other processes and on other machines, in buckets, until the next one."""
 
     def __init__(self, options: SenderOptions) -> None:
-        """Listen.
+        """Start listening.
 
         Raises:
-            SettingsError: This machine has no such address, or no GPU to send from by NCCL.
+            SettingsError: This machine does not have the address, or no GPU to send from by NCCL.
         """
         secret = secrets.token_bytes(SECRET_BYTES)
         is_nccl = options.backend == "nccl"
@@ -113,13 +112,13 @@ class WeightSender:
         )
 
     def offer(self, version: int, tensors: Iterable[torch.Tensor]) -> None:
-        """Send these to who asks from now on.
+        """Send these tensors on request from now on.
 
-        Engines that still take what was offered before have the deadline to end that.
+        Engines that are still receiving the previous version have until the deadline to finish.
 
         Args:
-            version: What they are.
-            tensors: Iterated anew for each engine, in its thread; must not change until they are withdrawn.
+            version: Policy version.
+            tensors: Iterated again for each engine, in its thread; must not change until withdrawn.
 
         Raises:
             NotReadyError: The sender is closed.
@@ -129,17 +128,17 @@ class WeightSender:
         self._replace((version, tensors))
 
     def withdraw(self) -> None:
-        """Send nothing any more; engines that are under way have the deadline to end."""
+        """Stop sending; engines that are receiving have until the deadline to finish."""
         self._replace(None)
 
     def expect(self, num_receivers: int) -> None:
-        """Change how many engines are expected."""
+        """Set the number of expected engines."""
         with self._changed:
             self._num_receivers = num_receivers
             self._listen_while_needed()
 
     def close(self) -> None:
-        """Withdraw, and leave every engine. Can be called twice."""
+        """Withdraw, and disconnect from every engine. Can be called twice."""
         self._listener.close()
         with self._changed:
             self._is_closed = True
@@ -212,7 +211,7 @@ class WeightSender:
             engine.close()
 
     def _answer(self, name: str, engine: _Engine, request: Mapping[str, Any]) -> None:
-        """Send what is offered to one engine; what goes wrong, the engine's workers notice by themselves."""
+        """Send the current version to one engine; its workers detect errors themselves."""
         deadline_s = self.meeting.deadline_s
         with self._changed:
             packed = self._packed

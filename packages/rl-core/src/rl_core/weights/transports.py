@@ -1,4 +1,4 @@
-"""How weights travel: as tensors within a process, or as a file in shared memory."""
+"""Transports of weights: tensors within a process, or a file in shared memory."""
 
 import tempfile
 import weakref
@@ -21,12 +21,12 @@ FOLDER_PREFIX = "rl-weights-"
 
 
 def host_tensors(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
-    """Contiguous tensors in this process's memory: the one copy that leaves a GPU; those that are here stay."""
+    """Contiguous tensors in host memory: copied once from a GPU; tensors already there are not copied."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 class TensorTransport:
-    """Hands tensors over within one process, without a copy."""
+    """Passes tensors within one process without a copy."""
 
     def pack(
         self,
@@ -36,7 +36,7 @@ class TensorTransport:
         tied: Mapping[str, str],
         adapter: AdapterUpdate | None = None,
     ) -> WeightUpdate:
-        """See `WeightTransport.pack`; an adapter's slot is proved by crc32c, wherever it is."""
+        """See `WeightTransport.pack`; an adapter's slot is always proved by crc32c."""
         digests = digest_tensors(tensors, kind=None if adapter is None else "crc32c")
         return WeightUpdate(version=version, digests=digests, tensors=dict(tensors), tied=dict(tied), adapter=adapter)
 
@@ -45,17 +45,17 @@ class TensorTransport:
 
 
 class SharedFileTransport:
-    """Writes a safetensors file into shared memory (or a temporary folder where there is none).
+    """Writes a safetensors file into shared memory, or a temporary folder if there is none.
 
-    Its folder is locked as long as its process lives, so that the next transport can remove what a killed one left.
+    Its folder is locked while its process is alive, so that the next transport can remove what a killed one left.
     """
 
     @converts_arguments
     def __init__(self, directory: Path | None = None) -> None:
-        """Make a private folder for the file.
+        """Create a private folder for the file.
 
         Args:
-            directory: Where to make it; shared memory by default.
+            directory: Parent folder; shared memory by default.
         """
         default = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         parent = directory or default

@@ -29,15 +29,15 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @record
 class Broadcast:
-    """Where the tensors of an update can be received; plain values alone, so that it can travel as JSON.
+    """Where the tensors of an update can be received; only plain values, so that it can travel as JSON.
 
     Attributes:
         backend: "nccl" between GPUs, "tcp" (or "gloo", its earlier name) between CPUs.
-        host: Of the sender, as receivers reach it.
-        port: Where the sender listens.
-        secret: In hexadecimal digits; who knows it is given the weights.
-        bucket_bytes: Most bytes that travel at once.
-        deadline_s: Longest wait of one side for the other, in every step.
+        host: The sender's address that receivers can reach.
+        port: The sender's port.
+        secret: Hexadecimal digits; a process that knows it receives the weights.
+        bucket_bytes: Maximum number of bytes in flight.
+        deadline_s: Maximum wait of one side for the other, per step.
     """
 
     backend: Literal["tcp", "gloo", "nccl"]
@@ -52,9 +52,9 @@ class Rectangle(NamedTuple):
     """A part of a tensor.
 
     Attributes:
-        name: Of the tensor.
-        offsets: Where it begins, by axis.
-        sizes: Its extent, by axis.
+        name: The tensor's name.
+        offsets: First index per axis.
+        sizes: Size per axis.
     """
 
     name: str
@@ -67,9 +67,9 @@ class WeightSource:
     """One of several senders of an update.
 
     Attributes:
-        sender: Who it is, for messages, such as "learner[1]".
-        meeting: Where it is met.
-        rectangles: What it sends, in order; that of the tensors is the update's.
+        sender: Name for messages, such as "learner[1]".
+        meeting: Where to connect.
+        rectangles: What it sends, in the order of the update's tensors.
     """
 
     sender: str
@@ -79,14 +79,14 @@ class WeightSource:
 
 @record
 class SharedBucket:
-    """Memory of a process that another one opens; all but the first two fields are of CUDA alone.
+    """Memory of a process that another one opens; fields after the first two are used only with CUDA.
 
     Attributes:
-        handle: CUDA's IPC handle of the allocation, in hexadecimal digits; of a CPU's memory the file that is mapped.
-        size_bytes: Of the bucket.
-        offset_bytes: Where it begins in the allocation.
-        counter: File in which torch counts who has the allocation open, in hexadecimal digits.
-        counter_offset: Place in that file.
+        handle: CUDA's IPC handle of the allocation, in hexadecimal digits; on a CPU the mapped file.
+        size_bytes: Size of the bucket.
+        offset_bytes: First byte of the bucket in the allocation.
+        counter: File in which torch counts the processes that have the allocation open, in hexadecimal digits.
+        counter_offset: Position in that file.
         event: CUDA's IPC handle of the event after which the bucket is full, in hexadecimal digits.
         waits: Whether to wait for that event.
     """
@@ -102,15 +102,15 @@ class SharedBucket:
 
 @record
 class SharedBuckets:
-    """Where the tensors of an update lie side by side; plain values alone, so that nothing runs when they are read.
+    """Where the tensors of an update are stored side by side; only plain values, so that reading it runs no code.
 
-    Which bucket a tensor is in, and where, follows from the digests and from bucket_bytes: see `bucket_plan`.
+    The digests and bucket_bytes determine each tensor's bucket and position: see `bucket_plan`.
 
     Attributes:
         device: UUID of the GPU, or "cpu".
-        stamp: With the version at the start of every bucket, as long as it holds this update.
-        bucket_bytes: Most bytes of a bucket that holds several tensors.
-        buckets: In order.
+        stamp: Written with the version at the start of every bucket while it holds this update.
+        bucket_bytes: Maximum size of a bucket with several tensors.
+        buckets: The buckets, in order.
     """
 
     device: str
@@ -121,14 +121,14 @@ class SharedBuckets:
 
 @record
 class AdapterUpdate:
-    """What makes an update one of a LoRA adapter: its tensors are the A and B, and the base's weights stay.
+    """Marks an update of a LoRA adapter: its tensors are the A and B, and the base's weights stay.
 
-    A is [rank, in]; B is [out, rank], multiplied by the adapter's scaling already, so that W + B @ A is served. Names
+    A is [rank, in]; B is [out, rank], already multiplied by the adapter's scaling, so that W + B @ A is served. Names
     are peft's, such as "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight".
 
     Attributes:
-        rank: Of every A and B.
-        base: Digest of each tensor of the base, by Hugging Face name: what the engine must still serve under it.
+        rank: Rank of every A and B.
+        base: Digest of each base tensor, by Hugging Face name, which the engine must still serve.
     """
 
     rank: int
@@ -137,19 +137,19 @@ class AdapterUpdate:
 
 @record
 class WeightUpdate:
-    """All weights of one policy version, or its adapter: by value, as a file, in shared memory, or to be received.
+    """All weights of a policy version, or its adapter: by value, in a file, in shared memory, or over the network.
 
     Attributes:
-        version: The policy version that these weights are.
-        digests: Digest of each tensor, by Hugging Face name (of an adapter by peft's), made by the sender.
-        tensors: The tensors when sender and engine share a process.
-        file: A safetensors file, in shared memory, when they do not.
-        broadcast: Where the tensors are received, in the order of the digests, when they come over the network.
-        sources: Where rectangles of them are received, when each rank of the learner sends its own.
-        shared: Where the tensors are opened, in memory of the sender's GPU.
+        version: Policy version of the weights.
+        digests: Digest of each tensor, by Hugging Face name (for an adapter by peft's name), computed by the sender.
+        tensors: The tensors, if sender and engine share a process.
+        file: A safetensors file in shared memory, if they do not.
+        broadcast: Where to receive the tensors over the network, in the order of the digests.
+        sources: Where to receive their rectangles, if each rank of the learner sends its own.
+        shared: Where to open the tensors, in the memory of the sender's GPU.
         tied: Names that the engine must serve from another tensor, such as
             {"lm_head.weight": "model.embed_tokens.weight"}.
-        adapter: None where the tensors are all weights.
+        adapter: None if the tensors are all weights.
     """
 
     version: int
@@ -164,22 +164,22 @@ class WeightUpdate:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the tensors come over the network."""
+        """True if the tensors come over the network."""
         return self.broadcast is not None or bool(self.sources)
 
     @property
     def served(self) -> dict[str, TensorDigest]:
-        """Digest of each tensor that an engine must serve after the update: an adapter's, and those of its base."""
+        """Digest of each tensor that an engine must serve after the update, including an adapter's base."""
         return {**(self.adapter.base if self.adapter is not None else {}), **self.digests}
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors that are sent to each engine."""
+        """Number of bytes sent to each engine."""
         return sum(DTYPE_BYTES[digest.dtype] * math.prod(digest.shape) for digest in self.digests.values())
 
     @property
     def fingerprint(self) -> str:
-        """One digest of what the weights are, whatever their version; the same for the same kind of checksum."""
+        """Digest of all weights, independent of their version; equal for the same kind of checksum."""
         content = [[name, d.shape, d.dtype, d.checksum] for name, d in sorted(self.served.items())]
         text = json.dumps([content, sorted(self.tied.items())])
         return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_BYTES).hexdigest()
@@ -187,14 +187,14 @@ class WeightUpdate:
 
 @record
 class WeightReceipt:
-    """What an engine says after an update.
+    """An engine's report after an update.
 
     Attributes:
-        version: The version that it now serves.
-        arrived: Checksum of each tensor as it arrived, by Hugging Face name, of the kind of its digest.
-        live: Probe of each tensor as the engine now serves it, tied names included; NaN where it read the tensor back
-            and found other bits than arrived, or where the expert that has it computes something else.
-        problems: What the engine itself found wrong, such as an adapter in another slot; the proof fails with them.
+        version: Policy version that it now serves.
+        arrived: Checksum of each tensor as it arrived, by Hugging Face name, of its digest's kind.
+        live: Probe of each tensor as the engine now serves it, including tied names; NaN if the tensor read back has
+            other bits than arrived, or if its expert computes something else.
+        problems: Problems that the engine itself found, such as an adapter in the wrong slot; they fail the proof.
     """
 
     version: int
@@ -209,8 +209,8 @@ class Canary:
 
     Attributes:
         sequences: Token ids, each [T] int32 with T >= 2.
-        logprobs: The learner's logprobs of the tokens, each [T], position 0 is 0; None of a mixture that replays,
-            since the learner needs the experts that an engine used: see `prove_canary`.
+        logprobs: The learner's logprobs of the tokens, each [T], with 0 at position 0. None for a mixture that replays,
+            because the learner needs the engine's experts: see `prove_canary`.
     """
 
     sequences: Sequence[IntArray]
@@ -234,11 +234,11 @@ class Canary:
 
 @record
 class RoutedScores:
-    """What an engine thinks of a sequence, and the experts of a mixture that it used for it.
+    """An engine's logprobs of a sequence, and the experts of a mixture that it used.
 
     Attributes:
-        logprobs: [T] float32 at temperature 1, position 0 is 0.
-        routed_experts: [T, layers, top_k] int16; None of engines and models that tell none.
+        logprobs: [T] float32 at temperature 1, with 0 at position 0.
+        routed_experts: [T, layers, top_k] int16; None for engines and models that report none.
     """
 
     logprobs: FloatArray
@@ -249,15 +249,15 @@ class WeightReceiver(Protocol):
     """The part of an engine that publishing needs."""
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Replace all weights; requests that run now must not see half of them."""
+        """Replace all weights; running requests must not see a mixture of old and new."""
         ...
 
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        """Logprobs of the tokens of each sequence at temperature 1, position 0 is 0."""
+        """Logprobs of each sequence's tokens at temperature 1, with 0 at position 0."""
         ...
 
     async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
-        """As `score`, with the experts of the same pass; asked only for a canary without logprobs."""
+        """Like `score`, with the experts of the same pass; called only for a canary without logprobs."""
         ...
 
 
@@ -272,9 +272,9 @@ class WeightTransport(Protocol):
         tied: Mapping[str, str],
         adapter: AdapterUpdate | None = None,
     ) -> WeightUpdate:
-        """Make tensors ready to be taken by engines; valid until the next `pack` or `close`."""
+        """Prepare tensors for engines; valid until the next `pack` or `close`."""
         ...
 
     def close(self) -> None:
-        """Free what the last update holds."""
+        """Free the last update."""
         ...

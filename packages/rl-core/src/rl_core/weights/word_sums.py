@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     import torch
 
 BASE = 0x9E3779B97F4A7C15
-"""Odd, 5 modulo 8: its powers have the longest period."""
+"""Odd, and 5 modulo 8, so that its powers have the longest period."""
 
 MODULUS = 2**64
 WORD_BYTES = 4
 ROW_WORDS = 4096
 CHUNK_BYTES = 1024 * ROW_WORDS * WORD_BYTES
-"""What is summed up at once: a product of this many words takes twice as much memory."""
+"""Number of words summed at once; the product uses twice the memory of the words."""
 
 
 def word_sums(tensor: "torch.Tensor", *, start_bytes: int = 0) -> "torch.Tensor":
-    """The share of a run of bytes in the two sums of a tensor; by default the sums of the whole.
+    """Contribution of a range of bytes to a tensor's two sums; by default the sums of the whole tensor.
 
     Args:
-        tensor: Of any shape, strides and dtype; its contiguous bytes are the run.
-        start_bytes: Where the run begins in the tensor that is summed up.
+        tensor: Tensor of any shape, strides and dtype; its contiguous bytes are the range.
+        start_bytes: Start of the range in the summed tensor.
 
     Returns:
-        [2] int64, on the tensor's device; nothing waits for it.
+        [2] int64, on the tensor's device, computed asynchronously.
     """
     import torch
     from torch.nn.functional import pad
@@ -57,12 +57,12 @@ def word_sums(tensor: "torch.Tensor", *, start_bytes: int = 0) -> "torch.Tensor"
 
 
 def row_sums(rows: "torch.Tensor", first: int, stride: int) -> "torch.Tensor":
-    """The share of rows of words in the two sums of their tensor.
+    """Contribution of rows of words to their tensor's two sums.
 
     Args:
         rows: [R, K] int32.
-        first: Word of the tensor at which row 0 begins.
-        stride: Words from the begin of one row to that of the next.
+        first: Index in the tensor of the first word of row 0.
+        stride: Words between the starts of consecutive rows.
 
     Returns:
         [2] int64, on the rows' device.
@@ -88,12 +88,12 @@ def _powers(base: int, count: int, device: "torch.device") -> "torch.Tensor":
 
 
 def _signed(number: int) -> int:
-    """The same 64 bits as torch's int64 has them."""
+    """The same 64 bits as a torch int64."""
     return number - MODULUS if number >= MODULUS // 2 else number
 
 
 def _word_chunks(tensor: "torch.Tensor") -> Iterator["torch.Tensor"]:
-    """[n] int32 each: the words of a tensor in order; only the last chunk may be filled up."""
+    """[n] int32 chunks with the words of a tensor in order; only the last chunk may be padded."""
     import torch
     from torch.nn.functional import pad
 
@@ -108,9 +108,9 @@ def _word_chunks(tensor: "torch.Tensor") -> Iterator["torch.Tensor"]:
 
 
 def _flat_parts(tensor: "torch.Tensor") -> Iterator["torch.Tensor"]:
-    """[n] views of a tensor's elements in order, or copies of at most a chunk; all but the last are whole words.
+    """[n] views of a tensor's elements in order, or copies of at most a chunk; only the last may end mid-word.
 
-    Copies are larger where four rows are, and their length is odd.
+    A copy is larger if four rows are larger than a chunk and their length is odd.
     """
     import torch
 

@@ -9,13 +9,13 @@ from rl_distill.architecture.tensor_shapes import count_parameters
 def forward_flops(config: PolicyConfig, lengths: Iterable[int], *, has_head: bool = True) -> float:
     """Floating-point operations of one forward pass over sequences; a backward pass takes about twice as many.
 
-    Counted are the matrix products that the model needs, two operations for each product and sum: every weight matrix
-    but the embedding once for each token (of a mixture the experts that a token goes through), and attention over
-    the tokens so far. What is recomputed, padded or masked out afterwards is not counted.
+    Counts the matrix products that the model needs, with two operations per multiply-add: every weight matrix except
+    the embedding once per token, and attention over the previous tokens. A mixture counts only the experts that a token
+    is routed to. Recomputation, padding and products that are masked out later do not count.
 
     Args:
-        config: Of the policy.
-        lengths: Tokens of each sequence.
+        config: The policy's configuration.
+        lengths: Length of each sequence in tokens.
         has_head: Whether logits of the whole vocabulary are computed; a critic computes none.
     """
     sizes = list(lengths)

@@ -111,7 +111,7 @@ def _adapter_size(name: str, shape: tuple[int, ...], tensor: int) -> int:
 
 
 def _rank_size(name: str, shape: tuple[int, ...], tensor: int, expert_size: int) -> int:
-    """Elements of a tensor on a rank; norms, routers and a critic's head are whole on each."""
+    """Elements of a tensor on a rank; norms, routers and a critic's head are complete on each."""
     if ROUTED in name:
         return math.prod(shape) // expert_size
     if "norm." in name or ".mlp.gate." in name or name.startswith("score."):

@@ -224,7 +224,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     )
     if type(version) is int and version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format_version {version}; this release reads {FORMAT_VERSION}. Go on with the release that "
+            f"{path} has format_version {version}; this release reads {FORMAT_VERSION}. Continue with the release that "
             f"wrote it, or start a new run from {_policy_of(path.parent)}."
         )
     is_step = type(step) is int and 0 <= step < MAX_STEPS

@@ -47,7 +47,7 @@ _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Where a tensor is: in a file, under a name, and for an expert of a fused tensor, which rows of which expert."""
+    """Location of a tensor: file, name, and for an expert of a fused tensor its rows."""
 
     path: Path
     name: str

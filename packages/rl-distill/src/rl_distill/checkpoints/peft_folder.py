@@ -243,7 +243,7 @@ def _target_names(modules: Iterable[str], matrices: Iterable[str]) -> list[str]:
 
 
 def _refuse_others(file: Path, config: Mapping[str, Any]) -> None:
-    """Refuse an adapter of another kind, or one that does more than add B @ A."""
+    """Refuse an adapter of another kind, or one that does more than add `B @ A`."""
     if config.get("peft_type") != "LORA":
         raise DataError(f"{file} must have peft_type LORA; found {shown(config.get('peft_type'))}. {_OTHER_REMEDY}")
     for name, value in config.items():

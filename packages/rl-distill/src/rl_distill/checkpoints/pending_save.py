@@ -8,13 +8,13 @@ class PendingSave:
     """A checkpoint on its way to the disk."""
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
-        """Say what finishes it; None where it is whole already."""
+        """Say what finishes it; None where it is complete already."""
         self._finish = finish
         self._lock = Lock()
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Wait until it is whole; any thread may. Can be called twice.
+        """Wait until it is complete; any thread may. Can be called twice.
 
         Raises:
             OSError: The disk would not take it; the directory is no checkpoint.

@@ -37,7 +37,7 @@ class _OtherFormatError(CheckpointError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A checkpoint that is whole.
+    """A checkpoint that is complete.
 
     Attributes:
         step: Of the trainer.
@@ -60,7 +60,7 @@ class CheckpointStore:
         Args:
             directory: Of `step_N` folders; made by the first save.
             keep: How many of the newest checkpoints to keep.
-            on_saved: Told about each checkpoint when it is whole, in a thread of its own.
+            on_saved: Told about each checkpoint when it is complete, in a thread of its own.
 
         Raises:
             SettingsError: keep < 1.
@@ -73,7 +73,7 @@ class CheckpointStore:
         self._saving: tuple[int, Future[None]] | None = None
 
     def begin(self, step: int, state: Mapping[str, Json], write: Callable[[Path], PendingSave]) -> None:
-        """Begin a checkpoint; after a crash at any point the old or the new one is whole.
+        """Begin a checkpoint; after a crash at any point the old or the new one is complete.
 
         It is written, checked and renamed in the background, one at a time: this waits for the one before.
 
@@ -109,7 +109,7 @@ class CheckpointStore:
         self._saving = step, in_daemon_thread(finish, name=f"checkpoint-{step}")
 
     def wait(self, deadline_s: float | None = None) -> None:
-        """Wait until what was begun is whole; returns at once where nothing is.
+        """Wait until what was begun is complete; returns at once where nothing is.
 
         Args:
             deadline_s: Longest wait; None waits for ever.

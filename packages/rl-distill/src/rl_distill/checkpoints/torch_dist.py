@@ -1,9 +1,9 @@
 """Tensors by name in torch.distributed.checkpoint's format (`torch_dist`), written and read in rectangles.
 
-Every rank writes the pieces that it holds into a file of its own, and reads the rectangles that it needs, whatever
-layout wrote them. torch writes, and can read, these folders. It keeps their table of contents and the description of
-every tensor in pickles: here they are read without an unpickler, so that no checkpoint can run code, and nothing is
-allocated before shapes, sizes and places were found to be those of the model.
+Every rank writes its pieces into its own file, and reads the rectangles that it needs, whichever layout wrote them.
+torch writes these folders and can read them. It stores their table of contents and every tensor's description as
+pickles. They are read here without an unpickler, so that no checkpoint can run code. Nothing is allocated before
+shapes, sizes and positions are known to match the model.
 """
 
 import io
@@ -180,7 +180,7 @@ class TensorFolder:
                     target.copy_(elements[_slices(shared, chunk.offsets)])
 
     def _tensor(self, name: str, shape: Shape, dtype: torch.dtype) -> StoredTensor:
-        """A tensor that is as it must be, and of which every element was stored once."""
+        """A tensor of the expected kind with every element stored exactly once."""
         if name not in self._tensors:
             raise CheckpointError(f"{self.directory} has no tensor {name!r}; this model needs it as {list(shape)}.")
         found = self._tensors[name]

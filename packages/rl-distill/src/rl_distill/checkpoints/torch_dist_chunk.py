@@ -37,7 +37,7 @@ _STORAGES = {
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file, of which a zip reads its table of contents only where that is short."""
+    """A part of a file; a zip's table of contents is read only if it is short."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._position = file, start, length, 0

@@ -1,4 +1,4 @@
-"""The table of contents of a torch_dist folder: which rectangles of which tensors lie where in which file."""
+"""The table of contents of a torch_dist folder: the file and position of each tensor's rectangles."""
 
 import math
 import re
@@ -174,7 +174,7 @@ def _tensor(name: str, entry: Any, places: _Places) -> StoredTensor:
         state = _state(chunk, "ChunkStorageMetadata")
         offsets, sizes = _shape(state["offsets"]), _shape(state["sizes"])
         if (name, offsets) not in places:
-            raise CheckpointError(f"it says nowhere in which file the chunk of {name!r} at {list(offsets)} lies")
+            raise CheckpointError(f"it does not say in which file the chunk of {name!r} at {list(offsets)} is")
         chunks.append(StoredChunk(offsets, sizes, *places[name, offsets]))
     return StoredTensor(_shape(found["size"]), _DTYPES[dtype.name], tuple(chunks))
 

@@ -1,8 +1,8 @@
-"""Which rectangle of which Hugging Face tensor each part of a rank's tensors is.
+"""Map parts of a rank's tensors to rectangles of Hugging Face tensors.
 
-megatron fuses what Hugging Face keeps apart: `linear_qkv` holds, group by group, the group's query heads, its
-key and its value; `linear_fc1` of a rank holds its slice of the gate, then its slice of the up projection; one tensor
-holds those of all the rank's experts. A `Block` names one rectangle and a view of the rank's tensor with the same
+Megatron fuses tensors that Hugging Face stores separately. `linear_qkv` holds the query heads, key and value of each
+group in turn. `linear_fc1` of a rank holds its slice of the gate, then its slice of the up projection. One tensor holds
+these for all experts of the rank. A `Block` names one rectangle and a view of the rank's tensor with the same
 elements in the same order. Nothing is computed, so that reading, writing and changing the layout are exact to the bit;
 optimizer moments go by the same blocks.
 """
@@ -153,13 +153,13 @@ class _Split:
 
 
 def whole_block(name: str, tensor: Tensor, *, is_primary: bool) -> Block:
-    """A tensor that every rank has, of which one rank's is primary."""
+    """A tensor that every rank has; one rank's copy is primary."""
     shape, offsets = tuple(tensor.shape), (0,) * tensor.ndim
     return Block(name=name, shape=shape, offsets=offsets, sizes=shape, view=tensor, is_primary=is_primary)
 
 
 def padded_vocab_size(config: PolicyConfig, tensor_size: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks, each of which has equally many."""
+    """Rows of the embedding, split evenly over the tensor-parallel ranks."""
     return -(-config.vocab_size // tensor_size) * tensor_size
 
 

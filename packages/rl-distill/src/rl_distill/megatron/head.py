@@ -95,7 +95,7 @@ class HeadScores(NamedTuple):
         entropy: [M] float32, of the distributions.
         top_logprobs: [M, K] float32 of the likeliest tokens, falling, without gradient; None unless asked for.
         top_ids: [M, K] int64 likewise.
-        comparison: With teachers, of which the losses have a gradient; None unless asked for.
+        comparison: Comparison with teachers, whose losses have a gradient; None unless requested.
     """
 
     logprobs: Tensor

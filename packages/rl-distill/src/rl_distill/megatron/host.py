@@ -52,6 +52,9 @@ class RankHost:
             torch.cuda.set_device(context.rank % torch.cuda.device_count())  # of those that this process sees
         install_cpu_compatibility()
 
+    def look(self) -> None:
+        """Answer, as only a living rank does."""
+
     def listen(self) -> Rendezvous:
         """Open the store where ranks meet; rank 0 alone."""
         rendezvous, self._store = open_store(self._context.address, num_ranks=self._context.size)
@@ -85,7 +88,7 @@ class RankHost:
         return getattr(self._loaded(name), method)(*args, **kwargs)
 
     def export(self, name: str, what: Exported, *, on_host: bool) -> list[Piece]:
-        """The tensors of which this rank keeps the copy that counts; see `RankTensors.export`."""
+        """The tensors whose primary copy is on this rank; see `RankTensors.export`."""
         return self._loaded(name).tensors.export(what, on_host=on_host)
 
     def offer(self, name: str, options: SenderOptions, *, version: int) -> RankOffer:
@@ -106,7 +109,7 @@ class RankHost:
         return self._loaded(name).offer(own, version=version)
 
     async def expect_engines(self, name: str, num_receivers: int) -> None:
-        """Change how many engines a model's sender expects, while the rank goes on with other calls."""
+        """Change how many engines a model's sender expects, while the rank continues other calls."""
         self._model(name).sender.expect(num_receivers)
 
     def begin_save(self, name: str, directory: Path) -> None:
@@ -120,7 +123,7 @@ class RankHost:
         return self._savings.pop(directory).result()
 
     async def wait_for_save(self, directory: Path) -> Written:
-        """`finish_save`, while the rank goes on with other calls."""
+        """`finish_save`, while the rank continues other calls."""
         return await asyncio.to_thread(self.finish_save, directory)
 
     def read_state(self, name: str, directory: Path) -> str | None:

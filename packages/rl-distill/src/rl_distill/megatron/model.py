@@ -29,11 +29,11 @@ Head = Literal["policy", "value"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What shall come out of a policy besides logprobs and entropy of its tokens.
+    """Requested outputs of a policy besides its tokens' logprobs and entropy.
 
     Attributes:
         temperature: Divides the logits.
-        top_k: So many likeliest tokens, with the token itself before them; None for none.
+        top_k: Number of top tokens, after the token itself; None for none.
         has_hidden: Also the last hidden states.
         comparison: With teachers; None without.
         heads: The teachers' output matrices, for whole distributions.
@@ -132,7 +132,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
         Args:
             placed: The pack, as this rank sees it.
-            wanted: What shall come out.
+            wanted: The requested outputs.
 
         Returns:
             The scores, or on a pipeline stage without the head, the hidden states.

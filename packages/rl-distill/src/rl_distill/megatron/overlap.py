@@ -2,7 +2,7 @@
 
 megatron sums the gradients of a bucket of parameters as soon as the backward pass has made all of them. After a step of
 the distributed optimizer it leaves each rank with the stretches that it has updated, and gathers a bucket when the next
-forward pass comes to a module that holds one of its weights. Whoever reads weights otherwise gathers them before.
+forward pass comes to a module that holds one of its weights. Other readers of the weights gather them first.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

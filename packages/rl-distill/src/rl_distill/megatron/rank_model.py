@@ -109,7 +109,7 @@ class RankModel:
 
         def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[int, dict[str, Tensor]]:
             named = {"values": scores.values.float(), **scores.others}
-            # Into pinned memory, while a GPU goes on with the next pack.
+            # Into pinned memory, while a GPU continues the next pack.
             return index, {name: placed.spread(of).to("cpu", non_blocking=True) for name, of in named.items()}
 
         wanted = Wanted(temperature=temperature, top_k=top_k, has_hidden=has_hidden)
@@ -179,7 +179,7 @@ class RankModel:
     def _routing(self, packs: Sequence[Pack]) -> dict[str, tuple[float, float]]:
         """(weighted sum, weight) of what the metrics say of replayed experts; every rank calls it together.
 
-        Rows are counted by whoever routes them, over all ranks, and told by the first share; tokens by their share.
+        The router counts rows over all ranks, and the first share reports them; each share reports its tokens.
         """
         replayed, rerouted = (_total(float(count)) for count in self._routed)
         layers = [
@@ -230,7 +230,7 @@ class RankModel:
     def offload(self) -> int:
         """Free what the model needs only while it works; the next call brings it back. Gives the bytes freed.
 
-        On a GPU parameters, gradients and the optimizer's state go; on a CPU, where there is nowhere else to go, the
+        On a GPU parameters, gradients and the optimizer's state go; on a CPU, which has no other memory, the
         gradients alone.
         """
         if self._offloaded is None:
@@ -257,7 +257,7 @@ class RankModel:
         return self.sender.offer(self.tensors.held(), options, version=version)
 
     def gather_weights(self) -> None:
-        """Have all weights of the last step on every rank, for whoever reads them outside a pass."""
+        """Gather all weights of the last step on every rank, for readers outside a pass."""
         gather_weights(self._chunks)
 
     def memory(self) -> RankMemory:

@@ -76,10 +76,10 @@ class Gathered:
 
         Args:
             pack: The micro-batch.
-            values: [T] of its tokens, of which none must be other than finite.
+            values: [T] of its tokens, all finite.
             loss: Summed.
             sums: Of the objective.
-            scored: Values of its tokens by name, [T] each, for whoever asked for them.
+            scored: Requested values of its tokens by name, [T] each.
         """
         self.losses.append(loss.detach())
         self.metrics.append(sums)

@@ -64,7 +64,7 @@ class RankTensors:
         return weights, [buffer.grad_data for buffer in buffers], list(self._adam.tensors())
 
     def num_parameters(self) -> int:
-        """Elements of the policy of which this rank keeps the primary copy; not an adapter's."""
+        """Number of policy elements whose primary copy is on this rank; without an adapter's."""
         return sum(int(np.prod(block.sizes)) for block in self._own(self._blocks(self._base())))
 
     def export(self, what: Exported, *, on_host: bool) -> list[Piece]:

@@ -123,8 +123,8 @@ class RankedModel:
     def offload(self) -> int:
         """Free what the model needs only while it works; its next call brings it back. Gives the bytes freed.
 
-        On GPUs parameters, gradients and the optimizer's state go to the host's memory. On CPUs there is nowhere else
-        to go: the gradients alone are freed.
+        On GPUs parameters, gradients and the optimizer's state go to the host's memory. On CPUs there is no other
+        memory, so only the gradients are freed.
         """
         check_open(self._is_open)
         return sum(self._ranks.call_all("offload", self._name))

@@ -129,6 +129,10 @@ class LearnerRanks:
             deadline_s = self._call_deadline_s
             self._together(lambda ranks: ranks.call_all("expect_engines", name, num_receivers, deadline_s=deadline_s))
 
+    def look(self) -> None:
+        """Detect the death of a rank that nobody has called since; errors as `call_all`."""
+        self.call_all("look")
+
     def stacks(self, *, deadline_s: float) -> list[str]:
         """What each rank does right now; for any thread, also while another one waits for a call.
 
@@ -164,7 +168,7 @@ def _runs_inline(parallel: ParallelOptions, cluster: ClusterOptions | None) -> b
     """True for one rank in this process.
 
     Raises:
-        SettingsError: The layout cannot be, or several ranks shall share a process.
+        SettingsError: The layout is impossible, or several ranks would share a process.
     """
     check_ranks(parallel)
     is_inline = cluster is not None and cluster.kind == "inline"

@@ -158,7 +158,7 @@ def chunked_head_divergence(
         weights: [M] of each token in the loss; constant.
         teacher: Of the same tokens.
         divergence: Which.
-        targets: [M] int64 the tokens themselves, whose logprobs shall come with it.
+        targets: [M] int64 the tokens themselves, whose logprobs are returned too.
         temperature: Of these logprobs, and of the entropy.
         chunk_logits: Logits that are there at once.
 

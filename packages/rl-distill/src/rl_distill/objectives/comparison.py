@@ -23,7 +23,7 @@ WEIGHTED = MEASURED + "weighted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What a learner shall do with the logits.
+    """Computations on the logits.
 
     Attributes:
         options: The divergence.

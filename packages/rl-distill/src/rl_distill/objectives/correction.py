@@ -1,7 +1,7 @@
-"""Importance weights for the engine's mismatch: it samples with probabilities slightly other than the learner's.
+"""Importance weights for the engine's mismatch: its probabilities differ slightly from the learner's.
 
-Source: truncated importance sampling, Ionides 2008, doi:10.1198/106186008X320456; for an engine's mismatch, Yao et
-al. 2025, https://fengyao.notion.site/off-policy-rl; banded masking, IcePop, Ling team 2025, arXiv:2510.18855.
+Source: truncated importance sampling, Ionides 2008, doi:10.1198/106186008X320456; for an engine's mismatch,
+Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; banded masking, IcePop, Ling team 2025, arXiv:2510.18855.
 """
 
 import math

@@ -1,9 +1,9 @@
-"""Policy losses that treat apart the few tokens that cost the most entropy: Clip-Cov and KL-Cov.
+"""Policy losses that treat the few tokens that cost the most entropy differently: Clip-Cov and KL-Cov.
 
-These are tokens whose advantage and logprob are both far above the mean, so that their product, a token's share of the
-covariance, is large. Which tokens are selected is decided once, over the whole global batch, from the logprobs of the
-old policy, and travels as the bool column `token_selection`: so a token is treated alike whatever micro-batch it is in,
-and in every update on the batch. (The paper selects in each micro-batch from the logprobs of the policy in training,
+The advantage and the logprob of these tokens are both far above the mean, so that their product, a token's share of the
+covariance, is large. Tokens are selected once, over the whole global batch, from the logprobs of the old policy; the
+selection is the bool column `token_selection`. A token is therefore treated alike in every micro-batch and every update
+on the batch. (The paper selects in each micro-batch from the logprobs of the policy in training,
 which are the old ones in the first update.)
 
 Source: Cui et al. 2025, arXiv:2505.22617, section 4.

@@ -30,14 +30,14 @@ class DivergenceOptions:
         kind: "forward_kl", KL(p || q); "reverse_kl", KL(q || p); "js", beta KL(p || m) + (1 - beta) KL(q || m) with
             m = beta p + (1 - beta) q; or "uld", the sum of |p - q| over probabilities sorted by size, which needs no
             common vocabulary.
-        distribution: "top_k" compares on the teacher's likeliest tokens, "full" on all.
-        tail: What becomes of the mass outside the top k: one more entry, a "bucket" (so the sum is a divergence of two
-            distributions, and 0 only where they agree); left out, "drop" (the sum may be negative, and at q = p its
-            gradient still moves the student's mass into the top k); or "renormalise", both to 1 within the top k.
-        beta: Of "js".
+        distribution: "top_k" compares the teacher's most likely tokens, "full" on all.
+        tail: How to treat the mass outside the top k. "bucket" adds it as one entry, so that the sum is a divergence of
+            two distributions, and 0 only where they agree. "drop" leaves it out: the sum may be negative, and at q = p
+            its gradient still moves the student's mass into the top k. "renormalise" scales both to 1 within the top k.
+        beta: Weight of the teacher in "js".
         temperature: Divides both sides' logits.
-        max_loss: Largest loss of a token; more is set to it and has no gradient. None is off.
-        min_logprob: Smallest logprob of either side; less is set to it and has no gradient. None is off.
+        max_loss: Maximum loss of a token; larger values are clamped, without a gradient. None disables it.
+        min_logprob: Minimum logprob of either side; smaller ones are clamped, without a gradient. None disables it.
     """
 
     kind: DivergenceKind = "forward_kl"

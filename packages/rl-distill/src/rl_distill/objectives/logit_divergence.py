@@ -59,8 +59,7 @@ class TokenComparison(NamedTuple):
 
 
 OVERLAP_OF_ALL = 64
-"""Likeliest tokens of both, of which the overlap is measured where whole distributions are compared; of a small
-vocabulary half."""
+"""Number of top tokens whose overlap is measured when whole distributions are compared; half of a small vocabulary."""
 
 MEASURES = TokenComparison._fields
 

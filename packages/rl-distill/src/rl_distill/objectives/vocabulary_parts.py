@@ -63,7 +63,7 @@ class VocabularyPart:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """A sum over ranks, each of which has a part of the whole; the gradient of a part is the whole's."""
+    """Sum over ranks that each hold a part; the gradient of a part is that of the whole."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:  # noqa: ARG004 - torch's signature

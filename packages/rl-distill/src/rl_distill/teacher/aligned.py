@@ -233,7 +233,7 @@ def _runs(pieces: Sequence[Piece | None], mask: BoolArray, *, start: int) -> lis
 
 
 def _readable(pieces: Sequence[bytes]) -> tuple[list[Piece], list[bool], str]:
-    """Pieces of which every byte is text: what is none becomes a replacement character, and is noted."""
+    """Pieces as text; invalid bytes become a replacement character and are recorded."""
     raw = b"".join(pieces)
     ends = np.cumsum([0, *(len(piece) for piece in pieces)]).tolist()
     text, places, is_text = "", list[int](), np.ones(len(raw) + 1, dtype=np.bool_)

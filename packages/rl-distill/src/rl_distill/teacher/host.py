@@ -12,7 +12,7 @@ from rl_distill.teacher.step_report import ServiceReport
 
 
 class TeacherHost:
-    """Holds a service of teachers, which whoever derives from it sets before it starts it.
+    """Holds a service of teachers, which a subclass sets before it starts.
 
     Attributes:
         service: Its teachers; None before they are made.

@@ -1,4 +1,4 @@
-"""Leases for an event loop: the queue's wait is in a thread, and what comes too late is given back."""
+"""Leases for an event loop: the queue's wait is in a thread, and what comes too late is returned."""
 
 import asyncio
 from concurrent.futures import Future
@@ -32,7 +32,7 @@ async def lease_group(queue: TransferQueue, task: str, *, deadline_s: float, lea
 
 
 def _release(queue: TransferQueue, ended: Future[Lease]) -> None:
-    """Give back a lease that nobody waits for any more; in its thread, or at once where it is there."""
+    """Return a lease that nobody waits for any more; in its thread, or at once where it is there."""
     if ended.exception() is None:
         with suppress(NotReadyError):
             queue.release(ended.result())

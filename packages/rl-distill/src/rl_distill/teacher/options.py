@@ -114,7 +114,7 @@ class DistillationOptions:
         top_k: Number of the teacher's most likely tokens to compare; at most 1000.
         tail: How to treat the probability outside the top k: as one extra "bucket", "drop" it, or "renormalise" the
             rest.
-        beta: Weight of the teacher in js's mixture.
+        beta: Weight of the teacher in the mixture of js.
         used_as: Add the divergence to the "loss", or use it as a "reward" in the policy gradient (k1, abs, k2 and k3
             only).
         coefficient: Weight of the divergence.
@@ -182,7 +182,7 @@ class DistillationOptions:
             yield from self._teacher_problems(name, teacher)
 
     def _unused(self) -> Iterator[str]:
-        """Settings of a distillation that is not on: whoever wrote them meant it to be."""
+        """Problems of settings of a distillation that is off, because the user meant it to be on."""
         if self.loss == "nll":
             yield 'loss = "nll" imitates texts of a teacher: name their column in texts; found none.'
         for one in fields(self):

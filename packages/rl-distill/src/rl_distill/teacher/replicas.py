@@ -1,4 +1,4 @@
-"""A teacher of several equal replicas: an idle one scores, a dead one is started anew."""
+"""A teacher of several equal replicas: an idle one scores, a dead one is restarted."""
 
 import asyncio
 import time
@@ -38,7 +38,7 @@ class ReplicatedTeacher:
     """A teacher over replicas; used by one event loop.
 
     A replica that dies is started again while the others go on, `restarts` times; who asked it gets EngineDiedError,
-    so that the lease can be given back. The next caller waits for one that serves.
+    so that the lease can be returned. The next caller waits for one that serves.
 
     One whose traits are known may start on demand, by the first `score` that needs it: where all of its scores are
     stored, no process of it ever runs.

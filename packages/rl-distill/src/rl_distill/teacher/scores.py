@@ -116,7 +116,7 @@ def check_scores(scores: TeacherScores, row: TeacherRow, *, teacher: str, shape:
 
 
 def empty_scores(row: TeacherRow, shape: ScoreShape) -> TeacherScores:
-    """Scores of a trajectory of which nothing trains: all of it is masked."""
+    """Scores of a fully masked trajectory."""
     size = (len(row.input_ids), shape.top_k + 1)
     hidden = None if shape.hidden_size is None else np.zeros((size[0], shape.hidden_size), dtype=np.float32)
     return TeacherScores(

@@ -31,7 +31,7 @@ class ServedTeacher:
     async def scores(
         self, rows: Sequence[TeacherRow], logprobs: Sequence[FloatArray], *, shape: ScoreShape, tally: Tally
     ) -> list[TeacherScores]:
-        """Checked and masked scores of trajectories; nobody is asked about those of which nothing trains.
+        """Checked and masked scores of trajectories; fully masked ones are not scored.
 
         Args:
             rows: Trajectories of the student.

@@ -89,7 +89,7 @@ def teacher_task(*, with_hidden: bool = False, with_aligner: bool = False) -> Ta
 class TeacherService:
     """Leases groups as they arrive, has each scored by the teacher of its prompt, checks, and acks.
 
-    A group whose teacher died under it is given back to the queue, which delivers it again. Nothing is acked without
+    A group whose teacher died under it is returned to the queue, which delivers it again. Nothing is acked without
     the scores of every trajectory of every session.
 
     Attributes:
@@ -172,7 +172,7 @@ class TeacherService:
     async def serve_while(self, queue: TransferQueue, work: Awaitable[Result]) -> Result:
         """Score what arrives while something puts trajectories into the queue, and then what is left.
 
-        Whoever fails first ends the other, and its error is raised whole; so does a cancellation.
+        The first failure, or a cancellation, ends the other; the original error is raised.
 
         Args:
             queue: Has the task of `teacher_task`.

@@ -21,7 +21,7 @@ class TextOptions:
     """How texts become trajectories.
 
     Attributes:
-        column: Of the prompts: a text, or a list of them, each of which is a session.
+        column: Column of the prompts with a text, or a list of texts that each become a session.
         end_token_id: Written after a text that does not end with it; it trains too.
         max_response_tokens: Longest text, end token included.
         overlong: A longer one is an "error", or a "drop".
@@ -82,7 +82,7 @@ def trajectories_from_texts(prompts: Sequence[Prompt], options: TextOptions, *, 
 
 
 def count_texts(prompts: Iterable[Prompt], options: TextOptions, *, encode: Encode) -> tuple[int, int]:
-    """Look at all texts before anything heavy starts.
+    """Look at all texts before models load.
 
     Returns:
         How many there are to train on, and how many were dropped.

@@ -29,7 +29,7 @@ class Vocabulary:
 
     Attributes:
         folder: Where it was read.
-        tokens: Text of each id as the tokenizer writes it, such as 'Ġa'; added tokens included. Rows of an embedding
+        tokens: Text of each id as the tokenizer writes it, such as `Ġa`; added tokens included. Rows of an embedding
             that no token has are not here.
         added: Ids of tokens that are found in text as they are, such as '<|im_end|>'.
         rules: What else decides which ids a text gets, by name.

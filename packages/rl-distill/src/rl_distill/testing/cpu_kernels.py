@@ -1,8 +1,8 @@
 """Flash attention on a CPU, so that a test there takes the branches that a GPU takes.
 
-The kernels compute plainly, one stretch after the other, in float32 or wider. They mean the same as FlashAttention 2's:
-a causal mask is aligned to the last query and the last key, a query that sees no key gives 0 and a log-sum-exp of
-infinity, and the backward pass believes the output and the log-sum-exp that it is given.
+The kernels are plain: one sequence after the other, in float32 or wider. They have the semantics of FlashAttention 2. A
+causal mask is aligned to the last query and the last key. A query that sees no key returns 0 and a log-sum-exp of
+infinity. The backward pass uses the output and log-sum-exp that it receives.
 """
 
 import math
@@ -68,7 +68,7 @@ def _forward(
     window_size: list[int] | None = None,
     *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [T, heads, D], log-sum-exps [heads, T], and the state of random numbers, of which there are none."""
+    """Outputs [T, heads, D], log-sum-exps [heads, T], and an empty random state."""
     out, lse = torch.empty_like(query), query.new_empty(query.shape[1::-1], dtype=_wide(query.dtype))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     is_causal = _is_causal(window_size, is_causal=is_causal)

@@ -1,4 +1,4 @@
-"""What an objective gives back and leaves behind: results of the right kind, inputs as they were."""
+"""What an objective returns and leaves behind: results of the right kind, inputs as they were."""
 
 from collections.abc import Mapping
 

@@ -103,7 +103,7 @@ CORRECTION = (
     mean(
         "rollout_corr/rollout_rs_seq_masked_fraction",
         "1",
-        "Share of trajectories of which a token was rejected by any criterion.",
+        "Share of trajectories with a token that any criterion rejected.",
         over="trajectory",
     ),
     *_rejection(stem="seq_", of="a trajectory", over="trajectory"),  # before the other: the first that fits wins

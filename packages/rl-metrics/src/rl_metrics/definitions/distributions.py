@@ -1,4 +1,4 @@
-"""The part of the table that is whole distributions: histograms of a step's tokens, trajectories and groups."""
+"""Distributions in the table: histograms of a step's tokens, trajectories and groups."""
 
 from rl_metrics.definitions.definition import Metric, WeightedBy
 

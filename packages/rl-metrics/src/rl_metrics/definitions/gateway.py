@@ -33,14 +33,14 @@ GATEWAY = (
     mean(
         "gateway/new_root_share",
         "1",
-        "Share of the requests that begin a conversation anew, the first of each session left out.",
+        "Share of requests that start a new conversation, without the first request of each session.",
         over="session",
         healthy=Band(high=0.3, source=THUMB),
     ),
     one(
         "gateway/roots/{reason}",
         "conversations",
-        "Conversations that begin anew, by what differs first from all before: nothing (first), the tools, the message "
+        "New conversations, by the first difference from all earlier ones: none (first), the tools, the message "
         "of a role, or that they are a beginning of one (shorter).",
         reduction="sum",
     ),

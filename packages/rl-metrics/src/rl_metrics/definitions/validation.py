@@ -28,7 +28,7 @@ VALIDATION = (
         one(
             f"val-core/{{source}}/{{variable}}/{{estimate}}@{{n}}/{end}",
             "1",
-            f"{side} end of the 95 % interval of that mean over prompts (mean, pass, best, maj): prompts drawn anew.",
+            f"{side} end of the 95 % interval of that mean (mean, pass, best, maj), by a bootstrap over prompts.",
         )
         for end, side in (("ci_low", "Lower"), ("ci_high", "Upper"))
     ),

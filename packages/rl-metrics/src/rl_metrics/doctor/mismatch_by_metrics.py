@@ -17,7 +17,7 @@ PROBS, LOGPROBS = "training/rollout_probs_diff_mean", "training/rollout_logprobs
 STALENESS = ("training/staleness/mean", "fully_async/staleness/mean")
 MISSING = (
     "no token has both logprobs (rollouts.jsonl with rollout_logprobs and policy_logprobs), so template, temperature, "
-    "precision and routing cannot be told apart; set metrics.log_rollouts"
+    "precision and routing cannot be distinguished; set metrics.log_rollouts"
 )
 
 

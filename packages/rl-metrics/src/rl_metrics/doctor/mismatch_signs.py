@@ -1,8 +1,8 @@
 """The sign of each cause of a mismatch: does it show in the tokens, and how much of the difference is it.
 
-What changes with time is told apart first, by contrast: stale weights against the first steps, stale rollouts against
-those of the newest weights. What a token's place does comes next, against later tokens. The rest is told apart by its
-shape, among tokens that none of these touch.
+Causes that change with time are separated first, by contrast: stale weights against the first steps, stale rollouts
+against those of the newest weights. What a token's place does comes next, against later tokens. The rest is separated
+by its shape, among tokens that none of these touch.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class Sign:
 
 @dataclass(slots=True)
 class Scene:
-    """Tokens, and what is left of their differences once causes are told apart.
+    """Tokens, and the differences that remain as causes are separated.
 
     Attributes:
         pairs: All tokens.
@@ -76,7 +76,7 @@ class Scene:
 
     @classmethod
     def begin(cls, pairs: TokenPairs, facts: Facts) -> "Scene":
-        """Nothing is told apart yet."""
+        """Start with all differences."""
         pure = np.ones(len(pairs), dtype=bool)
         return cls(pairs, facts, rest=pairs.diff, pure=pure, has_line=False, doubt=pairs.doubt)
 
@@ -274,7 +274,7 @@ def routing(scene: Scene, *, is_cut: bool = False) -> Sign:
 
 
 SIGNS: tuple[Callable[[Scene], Sign], ...] = (temperature, stale_rollouts, stale_weights, template)
-"""In the order in which they are told apart."""
+"""In the order in which they are separated."""
 
 
 def remainder(scene: Scene, nats: float, *, is_proven: bool = False) -> Sign:

@@ -23,7 +23,7 @@ MAX_TOKENS = 400_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPairs:
-    """Sampled tokens of which both sides' logprobs are known; all columns are [N].
+    """Sampled tokens with logprobs of both sides; all columns are [N].
 
     Attributes:
         rollout: float64, the engine's logprobs.

@@ -20,7 +20,7 @@ def judge_hang(
     depends on something outside of the run; a circle of waits is a deadlock.
 
     Args:
-        roles: What each does; those from which the story shall begin come first.
+        roles: What each role does; the story starts with the first ones.
         queue_stats: `TransferQueue.stats`; empty where the queue did not answer.
         groups: Those that are not done.
 
@@ -147,7 +147,7 @@ class _Scene:
             return _Step(words, cause=cause)
         holder = self.find(group.holder)
         if holder is None:
-            return _Step(words, cause=f"{group.uid} is with {group.holder}, of which nothing is known")
+            return _Step(words, cause=f"{group.uid} is with {group.holder}, which is unknown")
         return _Step(f"{words}; {group.uid} is with {holder.name}", holder)
 
 
@@ -225,7 +225,7 @@ def _base(name: str) -> str:
 
 
 def _ranks_apart(roles: Sequence[RoleReport]) -> dict[str, str]:
-    """For each role of several ranks, one of which waits in a collective, where the others are instead."""
+    """For each role whose ranks wait in a collective, where its other ranks are instead."""
     found: dict[str, str] = {}
     ranks_of: dict[str, list[RoleReport]] = {}
     for role in roles:

@@ -77,10 +77,10 @@ def zero(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
 def fall(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """The running median has fallen from the best before it by more than the share `max`, and by more than `by`.
 
-    The share is of the best value, or of the way from the start to it where that is longer. With `errors`, both
-    medians are taken with so many of their standard errors, so that the best of many noisy ones is no gain to be lost;
-    with a second column, the upper end of each value's interval, they have to differ by more than their intervals. With
-    `held`, so many values in a row have to have fallen.
+    The share is relative to the best value, or to the gain from the start if that is larger. With `errors`, both
+    medians get a margin of that many standard errors, so that the maximum of noise does not count as a gain. A second
+    column has the upper ends of the values' intervals; the medians must then differ by more than their intervals. With
+    `held`, that many consecutive values must have fallen.
     """
     smooth = running_median(columns[0], window)
     best = np.maximum.accumulate(smooth)

@@ -202,7 +202,7 @@ def _reading(rule: Rule, looks: Sequence[Look], enough: Sequence[Look], looker: 
         return old[0].reading
     if looks:
         most = max(len(look.steps) for look in looks)
-        return f"{most} of the {rule.min_steps} steps that it takes"
+        return f"{most} of the {rule.min_steps} steps it needs"
     columns = list(dict.fromkeys(names for condition in rule.conditions for names in condition.needed))
     missing = [names for names in columns if not looker.has(names)]
     if not missing:

@@ -118,7 +118,7 @@ AGREEMENT = (
         name="replay",
         side="stability",
         title="the learner replays a mixture's experts",
-        what="Tokens of a mixture train on experts that the learner chose anew.",
+        what="Tokens of a mixture train on experts that the learner chose itself.",
         conditions=(
             condition(
                 "level",
@@ -133,7 +133,7 @@ AGREEMENT = (
         causes=(
             Cause(
                 "rollouts from a skip cache that was written without experts",
-                "write the cache anew: skip.action",
+                "rewrite the cache: skip.action",
             ),
             Cause(
                 "an agent loop of your own leaves Generation.routed_experts out of its trajectories",

@@ -35,7 +35,7 @@ class Condition:
 
     Attributes:
         kind: Name of a check in `checks.KINDS`.
-        reads: A column each: names of metrics, of which the first that the run has counts. One with `*` (anything) or
+        reads: One column each: names of metrics; the first that the run has is used. One with `*` (anything) or
             `#` (digits) stands for all that match, each judged alone; a later column with such is the part of each,
             `metric/...`.
         limits: By the check's name for them: a number, or the name of one of the rule's thresholds. None at all takes
@@ -88,11 +88,11 @@ def condition(
 
     Args:
         kind: Name of a check in `checks.KINDS`.
-        reads: A column each: a metric, or several of which the first that the run has counts.
+        reads: One column each: a metric, or several; the first that the run has is used.
         says: See `Condition`, as all that follow.
         well: How it is put that all is well.
         window: Steps.
-        min_steps: Steps that it takes.
+        min_steps: Minimum number of steps.
         needs: Others that have to find something too.
         otherwise: How it is put that it finds nothing.
         can_do_with_one: The last column may be missing.

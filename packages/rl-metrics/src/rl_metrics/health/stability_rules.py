@@ -295,12 +295,12 @@ STABILITY = (
         causes=(
             Cause(
                 "the reward function fails",
-                "mend what the reason names; the report's rollouts can be filtered by their failure",
+                "fix the cause in the reason; filter the report's rollouts by failure",
                 rule="failed_rewards",
             ),
             Cause(
                 "an environment or a tool fails",
-                "mend what the reason names; rollouts.jsonl has some of the failed sessions",
+                "fix the cause in the reason; rollouts.jsonl has some of the failed sessions",
             ),
             Cause("requests run out of time", "look at agent_loop/slowest/*, and raise the deadlines"),
         ),
@@ -309,7 +309,7 @@ STABILITY = (
         name="broken_sessions",
         side="stability",
         title="an agent's turns are one conversation",
-        what="Many requests of agents begin a conversation anew, each of which trains as a trajectory of its own.",
+        what="Many agent requests start a new conversation; each trains as a separate trajectory.",
         conditions=(
             condition(
                 "level",
@@ -326,7 +326,7 @@ STABILITY = (
                 "look at gateway/roots/system and gateway/roots/tools, and let it keep them the same",
             ),
             Cause(
-                "the agent writes its history anew, as by summaries or by cutting what tools replied",
+                "the agent rewrites its history, for example with summaries or truncated tool results",
                 "look at gateway/roots/user and gateway/roots/tool; give it more context, or let it append only",
             ),
         ),
@@ -351,7 +351,7 @@ STABILITY = (
         causes=(
             Cause(
                 "it raises, hangs or gives no number for some responses",
-                "mend the line that the reason names; let a wrong answer be a reward of 0, not an error",
+                "fix the line in the reason; a wrong answer should be a reward of 0, not an error",
             ),
             Cause(
                 "a service that it asks does not answer", 'raise reward.timeout_s, or set reward.on_failure = "retry"'

@@ -246,7 +246,7 @@ TASK = (
         causes=(
             Cause(
                 "the policy trades this component for another that pays more",
-                "weigh the components anew, and read the best rewarded responses",
+                "change the components' weights, and read the best rewarded responses",
             ),
         ),
     ),

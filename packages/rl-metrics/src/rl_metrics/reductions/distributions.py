@@ -1,4 +1,4 @@
-"""Of which values a step's distributions are: pure functions of a batch and of what its sessions cost."""
+"""The values of a step's distributions: pure functions of a batch and its sessions' cost."""
 
 from collections.abc import Sequence
 from typing import Any

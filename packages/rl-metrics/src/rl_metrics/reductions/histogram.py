@@ -51,7 +51,7 @@ _Buckets = tuple[Array, Array, Array]
 
 
 class Histogram:
-    """How many values there were of which size, to 2 %; count, sum, mean, least and largest are exact.
+    """Number of values by size, to 2 %; count, sum, mean, minimum and maximum are exact.
 
     It holds at most 2049 counts, however many values were added. NaN and infinite values are counted apart.
     """
@@ -370,7 +370,7 @@ def _whole_numbers(weights: ArrayLike, count: int) -> Array:
     if len(found) != count or not is_whole.all():
         raise DataError(
             f"weights must be whole numbers of at least 0, one for each of the {count} values; found "
-            f"{len(found)}, {int((~is_whole).sum())} of which are none. Weigh by how many values each stands for."
+            f"{len(found)}, {int((~is_whole).sum())} of them invalid. Use the number of values that each stands for."
         )
     return found.astype(np.int64)
 

@@ -80,7 +80,7 @@ class MemoryWatch:
         """`memory/*` of a step where it is due, the first one among them; where it traces, an event `memory_lines`.
 
         Args:
-            step: Its number; None where whoever writes the event adds it.
+            step: Step number; None if the caller adds it to the event.
         """
         number, self._num_steps = self._num_steps, self._num_steps + 1
         if not self._every or number % self._every:

@@ -173,7 +173,7 @@ class Recorder:
     def reduce(self) -> dict[str, float]:
         """One value of each metric, in the order in which they were first recorded.
 
-        A metric of which nothing with a weight was recorded is left out; one that had only non-finite values is NaN.
+        A metric without a weighted value is left out; one with only non-finite values is NaN.
         """
         values: dict[str, float] = {}
         nonfinite: dict[str, float] = {}

@@ -12,7 +12,7 @@ from rl_core.errors import ShapeError
 Array = NDArray[Any]
 
 TOKEN_SPREADS = {"advantages": "critic/advantages", "returns": "critic/returns", "values": "critic/values"}
-"""Token columns of which mean, max and min over trained tokens are metrics."""
+"""Token columns whose mean, maximum and minimum over trained tokens are metrics."""
 
 
 def summarize_batch(

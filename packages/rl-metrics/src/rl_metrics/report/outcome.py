@@ -42,7 +42,7 @@ MAX_REASON = 300
 
 BY_PROBLEMS = "Wilson's over the problems of those steps; all responses to one problem count as one"
 BY_STEPS = "Student's t over the means of those steps"
-BY_RECORD = "as recorded, from drawing validation problems anew 1,000 times (bootstrap)"
+BY_RECORD = "as recorded, from a bootstrap over validation problems (1,000 draws)"
 BY_NOTHING = "none, as neither an interval nor the number of problems was recorded"
 
 

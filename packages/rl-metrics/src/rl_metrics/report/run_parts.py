@@ -46,7 +46,7 @@ def read_verdict(run: RunRecord) -> Verdict:
 
 
 def pack_distributions(run: RunRecord) -> tuple[list[dict[str, Any]], Columns]:
-    """Names of the distributions, and the columns of each: `dx{i}` are steps, `d{i}q{j}` the j-th of `QUANTILES`."""
+    """Names of the distributions, and the columns of each: `dx{i}` are steps, `d{i}q{j}` entry j of `QUANTILES`."""
     by_name: dict[str, list[tuple[int, list[float]]]] = {}
     for row in run.histograms:
         for name, histogram in row.histograms.items():
@@ -118,7 +118,7 @@ SHOWN = ("time", "event", "level", "evidence", "causes", "advice")
 
 
 def pack_probes(rows: Sequence[ProbeRow]) -> tuple[list[dict[str, Any]], Columns]:
-    """What was asked, and the columns of each: `px{i}` steps, `p{i}c{j}` the j-th candidate's logprob, NaN unknown."""
+    """Probed tokens, and their columns: `px{i}` steps, `p{i}c{j}` the logprob of candidate j, NaN if unknown."""
     asked: dict[tuple[str, int], list[ProbeRow]] = {}
     for row in rows:
         asked.setdefault((row.probe, row.position), []).append(row)

@@ -38,9 +38,8 @@ TOKEN_COLUMNS = (*INT_COLUMNS, *FLOAT_COLUMNS)
 """Columns of a response's tokens that a trajectory may have beside the tokens themselves and their mask."""
 
 ToldTurn = tuple[str, int, int, int | str, list[str], dict[str, int]]
-"""A turn of an agent's session: the role that asked, the place of what was sampled in the trajectory (start and stop),
-the output that trains it or why none does, the tools that it called, and, by reason, tokens that were sampled in its
-place and train nothing."""
+"""A turn of an agent's session: the role that asked, the sampled tokens' place in the trajectory (start and stop), and
+the output that trains it or why none does. Then the tools that it called, and its discarded tokens by reason."""
 
 
 @record
@@ -251,7 +250,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 def _standing_batches(file: BinaryIO) -> tuple[list[_Batch], int]:
-    """What no later launch has written anew, and the number of lines that say no place of a trajectory."""
+    """Records that no later launch has rewritten, and the number of lines without a trajectory's place."""
     batches: list[_Batch] = []
     end = num_bad = 0
     while line := file.readline(MAX_LINE_BYTES):  # what is longer is in pieces, which are no lines of trajectories

@@ -281,7 +281,7 @@ def has_begun(path: Path) -> bool:
 
 
 def _standing_probes(lines: Iterable[dict[str, Any]]) -> list[ProbeRow]:
-    """The newest history: a lower step, or a token that was asked at this step before, begins the step anew."""
+    """The newest history: a lower step, or a token already probed at this step, restarts the step."""
     rows: list[ProbeRow] = []
     asked: set[tuple[str, int]] = set()
     for line in lines:

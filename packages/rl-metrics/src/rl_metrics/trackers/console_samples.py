@@ -10,7 +10,7 @@ from rl_metrics.trackers.text import plain_text
 from rl_metrics.validation.summary import MAIN_VARIABLES
 
 MAX_WRONG, MAX_RIGHT = 3, 1
-"""Samples that are shown, a line each: the run's own lines shall not drown in them."""
+"""Maximum number of samples shown, one line each, so that the run's own lines stay visible."""
 
 MAX_TEXT, MAX_FAILURE = 60, 120
 """Characters of a text, and of the reason of a failure, that are shown."""

@@ -62,7 +62,7 @@ REFUSED = re.compile(r"[^/\w.\- ]|_(?=at[_@])")
 class MlflowTracker:
     """Logs metrics, settings and tables to one run of MLflow, at the trainer's steps.
 
-    The run's id lies in the run's folder, so that a resumed run goes on with it. MLflow keeps every value of a step
+    The run's id is in the run's folder, so that a resumed run continues it. MLflow keeps every value of a step
     that is repeated; its newest is the last. Of a distribution it gets three quantiles. Names: see `mlflow_name`.
     """
 
@@ -77,7 +77,7 @@ class MlflowTracker:
         config: Mapping[str, Json] | None = None,
         ending: Callable[[], Ending] = lambda: "finished",
     ) -> None:
-        """Start the run, or go on with it.
+        """Start the run, or continue it.
 
         Args:
             directory: The run's folder.
@@ -154,7 +154,7 @@ class MlflowTracker:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise NotReadyError("the run of MLflow is ended; make a new MlflowTracker to go on with it.")
+            raise NotReadyError("the run of MLflow is ended; make a new MlflowTracker to continue it.")
 
     def _start(
         self, client: "type[MlflowClient]", file: Path, experiment: str, name: str | None, config: Mapping[str, Json]
@@ -214,11 +214,11 @@ class MlflowTracker:
 
 
 def mlflow_name(name: str) -> str:
-    """The name that MLflow takes for a metric, or a part of a path; `metric_name` gives it back.
+    """A name that MLflow accepts for a metric or a part of a path; `metric_name` is the inverse.
 
     `@` becomes `_at_`, as verl writes it; any other character that MLflow refuses becomes its number between colons,
-    `{` as `:7b:`; so do slashes and dots that would make it another path. A name of more than 250 characters is cut and
-    ends with a digest, and cannot be given back.
+    `{` as `:7b:`; so do slashes and dots that would make it another path. A name of more than 250 characters is cut,
+    ends with a digest, and has no inverse.
     """
     plain = REFUSED.sub(lambda match: "_at_" if match[0] == "@" else _escape(match[0]), name)
     if posixpath.normpath(plain) != plain or plain.startswith(("/", "..")) or plain == ".":

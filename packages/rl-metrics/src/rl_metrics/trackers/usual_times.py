@@ -1,4 +1,4 @@
-"""How long the slow parts of earlier runs took, for whoever waits for the same part now."""
+"""How long the slow phases of earlier runs took, to show while the same phase runs."""
 
 import json
 import os

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 Mode = Literal["online", "offline", "disabled"]
-"""Where rows go: to the server, to files only, nowhere."""
+"""Destination of rows: the server, files only, or none."""
 
 STEP = "training/global_step"
 """The step axis. wandb's own counts rows, and a row that repeats a step of it, as after a resume, would be dropped."""
@@ -38,7 +38,7 @@ INIT_TIMEOUT_S = 90.0
 class WandbTracker:
     """Logs rows and tables to one run of wandb, at the trainer's steps.
 
-    The run's id lies in the run's folder, so that a resumed run goes on with it. Offline, each launch is a folder of
+    The run's id is in the run's folder, so that a resumed run continues it. Offline, each launch is a folder of
     its own under `wandb/`, all with this id; nothing reaches the network, and `wandb sync` sends them later. The newest
     32 KiB or so of a launch are in memory alone, and a process that is killed at once loses them.
     """
@@ -53,7 +53,7 @@ class WandbTracker:
         mode: Mode | None = None,
         config: Mapping[str, Json] | None = None,
     ) -> None:
-        """Start the run, or go on with it.
+        """Start the run, or continue it.
 
         Args:
             directory: The run's folder; wandb writes below `wandb/` in it.
@@ -155,7 +155,7 @@ class WandbTracker:
 
     def _append(self, row: dict[str, Any]) -> None:
         if self._run is None:
-            raise NotReadyError("the run of wandb is finished; make a new WandbTracker to go on with it.")
+            raise NotReadyError("the run of wandb is finished; make a new WandbTracker to continue it.")
         self._run.log(row)  # never with a step of wandb's own
 
 

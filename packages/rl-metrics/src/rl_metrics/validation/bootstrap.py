@@ -1,4 +1,4 @@
-"""Confidence intervals of means over prompts, by drawing prompts anew."""
+"""Bootstrap confidence intervals of means over prompts."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ class Bootstrap:
 
     Attributes:
         level: Share of the draws that lie within the interval.
-        num_draws: How often as many prompts as there are are drawn with replacement; 0 gives no intervals.
+        num_draws: Number of bootstrap resamples; 0 computes no intervals.
         seed: Of the draws; the same values get the same intervals.
     """
 

@@ -1,26 +1,26 @@
-"""How much an engine has to do, and how long it had nothing, as seen by whoever asks it."""
+"""An engine's load and idle time, as its caller sees them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 EngineState = Literal["starting", "serving", "restarting", "draining", "dead"]
-"""A draining engine ends what it has, and takes no more."""
+"""The state of an engine that finishes its requests and accepts no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """One replica of several; counts and times are since it was there first, its restarts included.
+    """Load of one replica. Counts and times cover its whole life, including restarts.
 
     Attributes:
-        index: Which replica.
-        state: What it does.
-        num_running: Samples that it is asked for and has not ended; sequences to score are samples too.
-        busy_s: Seconds with at least one of these.
-        idle_s: Seconds without any, whatever the reason: no request, an update, a restart, or its end.
-        num_tokens: Tokens of the responses that it has ended, aborted ones included.
-        num_requests: Requests that it was asked, also those that it did not end.
-        num_restarts: How often it was started again.
+        index: Index of the replica.
+        state: Current state.
+        num_running: Samples that it is generating or scoring.
+        busy_s: Seconds with at least one running sample.
+        idle_s: Seconds without any, for whatever reason: no requests, a weight update, a restart, or its end.
+        num_tokens: Response tokens of finished samples, including aborted ones.
+        num_requests: Requests it received, including unfinished ones.
+        num_restarts: Number of restarts.
     """
 
     index: int
@@ -34,19 +34,19 @@ class EngineLoad:
 
 
 class LoadMeter:
-    """Counts what one replica does.
+    """Measures the load of one replica.
 
     Attributes:
-        num_running: Samples under way.
+        num_running: Samples in progress.
         num_tokens: See `EngineLoad`.
         num_restarts: See `EngineLoad`.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Nothing is counted before `begin_life`.
+        """Create a meter. It counts nothing before `begin_life`.
 
         Args:
-            clock: Seconds.
+            clock: Returns seconds.
         """
         self.num_running = 0
         self.num_tokens = 0
@@ -59,28 +59,28 @@ class LoadMeter:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it was there at all."""
+        """Return True if the engine has started before."""
         return self._began_at is not None
 
     def begin_life(self) -> None:
-        """The engine is there: from now on it is busy or idle."""
+        """Record that the engine is up. It is busy or idle from now on."""
         self._began_at = self._clock()
 
     def begin(self, num_samples: int) -> None:
-        """It is asked."""
+        """Record a new request."""
         if not self.num_running:
             self._busy_since = self._clock()
         self.num_running += num_samples
         self._num_requests += 1
 
     def end(self, num_samples: int) -> None:
-        """It has answered, or never will."""
+        """Record that a request ended, with or without an answer."""
         self.num_running -= num_samples
         if not self.num_running:
             self._busy_s += self._clock() - self._busy_since
 
     def load(self, index: int, state: EngineState) -> EngineLoad:
-        """What is counted so far."""
+        """Return the counts so far."""
         now = self._clock()
         busy_s = self._busy_s + (now - self._busy_since if self.num_running else 0.0)
         lived_s = 0.0 if self._began_at is None else now - self._began_at

@@ -1,4 +1,4 @@
-"""Holds new requests of an engine back while it ends those that it has."""
+"""A gate that holds back an engine's new requests while the current ones end."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -11,14 +11,14 @@ from rl_rollout.engines.tickets import StoppedError, Ticket
 from rl_rollout.engines.waiting import Changes, Turn
 
 DRAIN_DEADLINE_S = 3600.0
-"""How long engines may take to end what they have."""
+"""Maximum time that engines have to end their requests, in seconds."""
 
 
 class Gate:
-    """What requests to one engine pass. It is open, but while the engine is drained."""
+    """Gate for the requests to one engine. It is open except while the engine drains."""
 
     def __init__(self) -> None:
-        """Nobody is inside."""
+        """Create an open gate."""
         self._is_open = True
         self._draining = Turn()
         self._num_inside = 0
@@ -28,7 +28,7 @@ class Gate:
     async def through(
         self, request: GenerateRequest, generate: Callable[[GenerateRequest], Awaitable[list[Generation]]]
     ) -> list[Generation]:
-        """Let a request to its engine, as soon as it may; one that is aborted before has no token."""
+        """Wait until the gate is open, and pass. A request that is aborted while it waits returns no tokens."""
         if not self._is_open and not await self._let_in(request):
             return aborted_generations(request)
         self._num_inside += 1
@@ -39,17 +39,17 @@ class Gate:
             self._changes.announce()
 
     def abort(self, request_ids: Collection[str] | None) -> None:
-        """Let these requests, or all, wait no longer."""
+        """Stop these requests, or all, from waiting."""
         for ticket in list(self._waiting):
             if request_ids is None or ticket.request_id in request_ids:
                 ticket.abort()
 
     @asynccontextmanager
     async def drained(self, deadline_s: float) -> AsyncIterator[None]:
-        """Hold new requests back, and wait until the others have left; open again at the end.
+        """Close the gate, wait until the current requests have ended, and open it again on exit.
 
         Raises:
-            DeadlineError: They did not leave.
+            DeadlineError: The requests did not end in time.
         """
         async with self._draining:
             self._is_open = False

@@ -1,4 +1,4 @@
-"""What an engine reads from a Hugging Face folder, without loading the model."""
+"""Reads what an engine needs from a Hugging Face folder, without loading the model."""
 
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,19 @@ MAX_SIZES = {
     "max_position_embeddings": 1 << 40,
     "num_labels": 1 << 16,
 }
-"""Libraries make a module for each layer and expert, a name for each label, before they look for weights."""
+"""Upper limits of config.json. Libraries create a module per layer and expert before they read weights."""
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
-"""Where transformers takes `owner/repository` for code that it downloads and runs."""
+"""Keys that name `owner/repository`, from which transformers downloads and runs code."""
 
 
 def require_model_folder(model_dir: Path) -> None:
-    """Refuse a folder that holds no model, or files that no library should open.
+    """Check that the folder holds a model, and no files that a library must not open.
 
     Raises:
-        EngineError: config.json or the safetensors files are missing, torn, or say what cannot be.
+        EngineError: config.json or the safetensors files are missing, truncated or invalid.
     """
     if not (model_dir / "config.json").is_file():
         raise EngineError(f"a model folder has a config.json; found none in {model_dir}.")
@@ -54,7 +54,7 @@ def require_model_folder(model_dir: Path) -> None:
 
 
 def check_config(file: Path, *, error: type[RLError]) -> None:
-    """Refuse a config.json with which a library would make more than a machine holds, or run code of others."""
+    """Refuse a config.json that would make a library exceed the machine's memory, or run foreign code."""
     config = read_json_object(file, error=error)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name, most in MAX_SIZES.items():
@@ -70,16 +70,16 @@ def check_config(file: Path, *, error: type[RLError]) -> None:
 
 
 def has_tokenizer(model_dir: Path) -> bool:
-    """True where a tokenizer's vocabulary is there."""
+    """Return True if the folder has a tokenizer vocabulary."""
     return any((model_dir / name).is_file() for name in VOCABULARY_FILES) or any(model_dir.glob("*.tiktoken"))
 
 
 @converts_arguments
 def end_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """Tokens with which the model ends a response: generation_config.json's, else config.json's.
+    """Return the model's end tokens, from generation_config.json if it names any, else from config.json.
 
     Raises:
-        EngineError: A file cannot be read, or names what is no token.
+        EngineError: A file cannot be read, or names an invalid token.
     """
     for name in ("generation_config.json", "config.json"):
         file = model_dir / name
@@ -94,26 +94,26 @@ def end_token_ids(model_dir: Path) -> tuple[int, ...]:
 
 @converts_arguments
 def max_positions(model_dir: Path) -> int:
-    """Most tokens that the model's positions allow.
+    """Return the maximum sequence length that the model's positions allow, in tokens.
 
     Raises:
-        EngineError: config.json does not say.
+        EngineError: config.json does not state it.
     """
     return _size(model_dir, "max_position_embeddings", advice=" Set max_model_len.")
 
 
 @converts_arguments
 def vocabulary_size(model_dir: Path) -> int:
-    """Tokens that the model knows.
+    """Return the size of the model's vocabulary.
 
     Raises:
-        EngineError: config.json does not say.
+        EngineError: config.json does not state it.
     """
     return _size(model_dir, "vocab_size")
 
 
 def _size(model_dir: Path, name: str, *, advice: str = "") -> int:
-    """Of the model's text, if it also takes something else."""
+    """Return a size of the text model, also for models with other inputs."""
     file = model_dir / "config.json"
     config = _read(file)
     text = config.get("text_config", config)

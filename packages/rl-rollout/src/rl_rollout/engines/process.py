@@ -1,4 +1,4 @@
-"""Any engine in a process of its own, on this machine or on Ray, behind the same protocol."""
+"""Runs any engine in its own process, on this machine or on Ray, behind the same protocol."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -47,19 +47,19 @@ from rl_rollout.engines.streaming import HostedStreams, generate_streamed
 T = TypeVar("T")
 
 OF_THIS_LIFE = ("sees", "update_weights", "more_tokens")
-"""Calls that do not wait for a restart: weights that come after those of `on_restart` are older, streams are gone."""
+"""Calls that do not wait for a restart. Their weights are older than those of `on_restart`, and streams are lost."""
 
 
 @settings_record
 class EnginePlacement:
-    """Where an engine's process lives.
+    """Placement of an engine's process.
 
     Attributes:
         cluster: "process" for this machine, or "ray".
-        pool: What it may use; None shares what there is.
-        environment: Variables of its process alone.
-        max_restarts: How often a process that died is started again; the model's own failure counts as a death.
-        deadline_s: Longest wait for the process, and again for its engine.
+        pool: Resources that it may use. None shares all of them.
+        environment: Environment variables for its process only.
+        max_restarts: Maximum number of restarts after the process dies. A failure of the model counts as a death.
+        deadline_s: Maximum seconds to wait for the process, and again for its engine.
     """
 
     cluster: ClusterOptions = ClusterOptions()
@@ -70,15 +70,15 @@ class EnginePlacement:
 
 
 class EngineCalls:
-    """The protocol's methods over any way to call an engine by method name."""
+    """The engine protocol's methods on top of any way to call an engine by method name."""
 
     def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
-        """Say how to call: `call(method, *args, **kwargs)`."""
+        """Store how to call: `call(method, *args, **kwargs)`."""
         self._call = call
         self._sees_files: bool | None = None
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
-        """See `RolloutEngine.generate`; a streamed request asks for more tokens as long as there are some to come."""
+        """See `RolloutEngine.generate`. A streamed request polls for tokens until it ends."""
         if request.on_tokens is not None:
             return await generate_streamed(self._call, request, request.on_tokens)
         generations: list[Generation] = await self._call("generate", request)
@@ -100,7 +100,7 @@ class EngineCalls:
         return scores
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """See `RolloutEngine.update_weights`; the file's content travels where the engine cannot see the file."""
+        """See `RolloutEngine.update_weights`. Sends the file's content if the engine cannot read the file."""
         if update.is_sent or update.shared is not None:
             return await self._take(replace(update, tensors=None), None)
         if update.file is None:
@@ -152,29 +152,29 @@ class EngineCalls:
 
 
 class ProcessEngine(EngineCalls):
-    """A `RolloutEngine` whose model lives in a process of its own, which ends with this one.
+    """A `RolloutEngine` whose model lives in its own process, which ends with this one.
 
-    Weights come as a file (`rl_core.weights.SharedFileTransport`), over the network, or in shared memory of a GPU
-    (`rl_core.weights.ipc.IpcTransport`). A caller that is cancelled leaves its
-    request running in that process until it is done or aborted; one that streams cancels it. After a death its calls
-    raise EngineDiedError; where the host allows restarts, later ones wait for the next process.
+    Weights arrive as a file (`rl_core.weights.SharedFileTransport`), over the network, or in shared GPU memory
+    (`rl_core.weights.ipc.IpcTransport`). If a caller is cancelled, its request runs until it ends or is aborted. A
+    streaming caller cancels its request. After the process dies, its calls raise EngineDiedError. If the host allows
+    restarts, later calls wait for the next process.
 
     Attributes:
-        on_restart: Called with the engine of a restarted process before anybody else can ask it: gives it its weights.
+        on_restart: Called with the engine of a restarted process before any other request, to send it its weights.
     """
 
     @converts_arguments
     def __init__(
         self, name: str, model_dir: Path, options: object = None, *, host: EnginePlacement | None = None, index: int = 0
     ) -> None:
-        """Choose an engine; `start` starts its process.
+        """Choose an engine. `start` starts its process.
 
         Args:
-            name: As in `rl_rollout.engines.registry`, such as "vllm".
+            name: A name from `rl_rollout.engines.registry`, such as "vllm".
             model_dir: A Hugging Face folder.
-            options: The engine's own.
-            host: Where it lives; a process of this machine by default.
-            index: Which of several equal engines this is, for messages and logs.
+            options: The engine's options.
+            host: Placement of its process. By default, a process on this machine.
+            index: Index among equal engines, for messages and logs.
         """
         super().__init__(self._ask)
         self.gate = Gate()
@@ -202,7 +202,7 @@ class ProcessEngine(EngineCalls):
 
     @property
     def state(self) -> str:
-        """What its process does: starting, serving, restarting, dead (for good) or closed."""
+        """State of the process: starting, serving, restarting, dead (permanently) or closed."""
         if self._role is None:
             return "closed"
         is_gone = self._role.state == "serving" and self._role.incarnation == self._died_in
@@ -210,13 +210,13 @@ class ProcessEngine(EngineCalls):
 
     @property
     def death(self) -> EngineDiedError | None:
-        """Why its process ended for good, whoever noticed."""
+        """Why the process ended permanently, from the side that noticed it."""
         error = None if self._role is None else self._role.death
         return None if error is None else _engine_died(error)
 
     @property
     def pid(self) -> int:
-        """Of its process, on its own host."""
+        """Process id on its host."""
         if self._role is None:
             raise NotReadyError("the engine has no process.")
         return self._role.pid
@@ -257,7 +257,7 @@ class ProcessEngine(EngineCalls):
         await super().abort_all()
 
     async def stacks(self, *, deadline_s: float) -> str:
-        """What its process does right now, also when it does not answer; see `rl_core.cluster.Role.stacks`."""
+        """Return the stacks of its process, even if it does not respond. See `rl_core.cluster.Role.stacks`."""
         role = self._role
         return f"{self._spec} has no process." if role is None else await role.stacks(deadline_s=deadline_s)
 
@@ -269,7 +269,7 @@ class ProcessEngine(EngineCalls):
             await role.close()
 
     async def _loaded(self, role: Role) -> EngineTraits:
-        """Have it load its model; again, where its process dies meanwhile and is started again."""
+        """Load the model. Retry if the process dies meanwhile and restarts."""
         while True:
             incarnation = role.incarnation
             try:
@@ -300,7 +300,7 @@ class ProcessEngine(EngineCalls):
             raise _engine_died(error) from error
 
     async def _revive(self, roles: Sequence[RestartedRole]) -> None:
-        """Bring a restarted process to where the others are."""
+        """Bring a restarted process to the state of the other engines."""
         (role,) = roles
         if self._traits is None:
             return  # it died before its engine was there: `start` starts it
@@ -310,10 +310,10 @@ class ProcessEngine(EngineCalls):
 
 
 class HostedEngine:
-    """The other side: an engine whose traits come with `start`; one that fails ends its process."""
+    """The engine inside its process. `start` sends its traits. A failed engine ends its process."""
 
     def __init__(self, name: str, model_dir: Path, options: object) -> None:
-        """Make the engine, not started."""
+        """Create the engine without starting it."""
         self._engine: RolloutEngine = engine_class(name)(model_dir, options)
         self._streams = HostedStreams(self._engine)
 
@@ -323,7 +323,7 @@ class HostedEngine:
         return self._engine.traits
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        """Any other method of `RolloutEngine`."""
+        """Return any other method of `RolloutEngine`."""
         ask = getattr(self.__dict__["_engine"], method)
 
         async def answer(*args: Any, **kwargs: Any) -> Any:
@@ -351,8 +351,8 @@ class HostedEngine:
         """See `RolloutEngine.update_weights`.
 
         Args:
-            update: With its file.
-            content: The file's bytes, where it is not here.
+            update: The update, with its file.
+            content: The file's bytes, if the file is not on this host.
         """
         if content is not None:
             from safetensors.torch import load
@@ -375,7 +375,7 @@ def _engine_died(error: RLError) -> EngineDiedError:
 
 
 async def _or_end(answer: Awaitable[T]) -> T:
-    """Wait for an answer; an engine that has failed takes its process with it, so that it can be started anew."""
+    """Wait for an answer. If the engine has failed, end the process so that it can restart."""
     try:
         return await answer
     except EngineDiedError as error:

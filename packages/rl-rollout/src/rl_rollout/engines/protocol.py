@@ -1,4 +1,4 @@
-"""What every engine does: generate, score, take weights."""
+"""The protocol of engines: generate, score and update weights."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
@@ -13,13 +13,13 @@ from rl_core.weights import RoutedScores, WeightReceipt, WeightUpdate
 
 @settings_record
 class Structure:
-    """What a response must be, token by token; exactly one of these.
+    """A constraint on a response, enforced token by token. Set exactly one field.
 
     Attributes:
-        json_schema: JSON text of a schema; `{"type": "object"}` allows any object.
-        regex: Of the whole response.
-        choices: Texts to choose from.
-        grammar: In the Lark syntax of llguidance.
+        json_schema: A JSON schema as text. `{"type": "object"}` allows any object.
+        regex: Pattern of the whole response.
+        choices: Allowed responses.
+        grammar: A grammar in llguidance's Lark syntax.
     """
 
     json_schema: str | None = None
@@ -29,24 +29,26 @@ class Structure:
 
     @property
     def kinds(self) -> list[str]:
-        """Names of those that are given."""
+        """Names of the fields that are set."""
         return [one.name for one in fields(self) if getattr(self, one.name) not in (None, ())]
 
 
 @settings_record
 class SamplingParams:
-    """How tokens are drawn.
+    """How to sample tokens.
 
     Attributes:
-        max_tokens: Most new tokens of a response.
-        temperature: 0 is greedy.
-        top_p: Nucleus; 1 keeps every token.
-        top_k: Keeps the k likeliest tokens; None keeps all.
-        seed: Makes the draw repeatable; sample i of a request uses seed + i, unless each has its own parameters.
-        stop_token_ids: Tokens that end a response, beside the model's own end token; the token stays in it.
-        stop: Texts that end a response in which they appear; the token that completes one stays in it. They are looked
-            for in the tokens' text, special tokens included, and not in the prompt.
-        structure: What the response must be; logprobs are then those under this constraint, and not what `score` says.
+        max_tokens: Maximum number of new tokens in a response.
+        temperature: 0 means greedy.
+        top_p: Nucleus sampling; 1 keeps every token.
+        top_k: Keep the k most likely tokens. None keeps all.
+        seed: Seed for repeatable samples. Sample i of a request uses seed + i, unless each has its own parameters.
+        stop_token_ids: Tokens that end a response, in addition to the model's end token. The response includes the
+            token.
+        stop: Strings that end a response. The response includes the token that completes one. They are matched in the
+            response's text, including special tokens, but not in the prompt.
+        structure: Constraint on the response. Logprobs are those under the constraint, and differ from those of
+            `score`.
     """
 
     max_tokens: int
@@ -61,17 +63,17 @@ class SamplingParams:
 
 @record
 class GenerateRequest:
-    """One prompt to continue.
+    """A request to continue one prompt.
 
     Attributes:
         input_ids: [P] int32.
-        sampling: How to draw; several, one a sample, where the samples differ.
-        num_samples: Independent responses to give.
-        request_id: What `abort` knows the request by; several may share one, such as all turns of a session.
-        on_tokens: Called on the event loop with tokens as they are sampled, while `generate` is awaited; see
-            `rl_rollout.engines.stream`. It returns at once; what it raises fails this request alone.
-        adapter: Which adapter serves it: None takes what was published last; "base" the weights without any, of the
-            version of the last update of all weights, from engines with room for adapters.
+        sampling: Sampling parameters for all samples, or one entry per sample.
+        num_samples: Number of independent responses.
+        request_id: Id for `abort`. Several requests may share one, such as all turns of a session.
+        on_tokens: Called on the event loop with new tokens while `generate` is awaited; see
+            `rl_rollout.engines.stream`. It must return at once. An exception fails only this request.
+        adapter: Adapter to use. None selects the last published one. "base" selects the weights without an adapter, at
+            the version of the last full update, on engines started with adapter support.
     """
 
     input_ids: Annotated[IntArray, Axes("P")]
@@ -83,7 +85,7 @@ class GenerateRequest:
 
     @property
     def samplings(self) -> tuple[SamplingParams, ...]:
-        """How each sample is drawn, with its own seed where there is one."""
+        """Return the sampling parameters of each sample, with its own seed if there is one."""
         if isinstance(self.sampling, tuple):
             return self.sampling
         seed = self.sampling.seed
@@ -97,14 +99,15 @@ class Generation:
     """One response.
 
     Attributes:
-        token_ids: [R] int32 sampled tokens, the end token included.
-        logprobs: [R] float32, of the distribution drawn from (temperature applied); zeros when greedy.
+        token_ids: [R] int32 sampled tokens, including the end token.
+        logprobs: [R] float32 under the sampling distribution (temperature applied); zeros if greedy.
         policy_versions: [R] int32 version of the weights that sampled each token.
         finish_reason: "stop", "length" or "abort".
-        num_preempted: How often the engine had to start it again.
-        routed_experts: [P + R, layers, top_k] int16 experts that each token of prompt and response used, -1 where that
-            is not known, as of the last token; None from engines and models that tell none.
-        matched_stop: Which of `SamplingParams.stop` ended it; of several at once the one that begins first.
+        num_preempted: How often the engine restarted it.
+        routed_experts: [P + R, layers, top_k] int16 experts used by each token of prompt and response. -1 if unknown,
+            as for the last token. None if the engine or model does not report experts.
+        matched_stop: The entry of `SamplingParams.stop` that ended it. If several match at once, the one that begins
+            first.
     """
 
     token_ids: Annotated[IntArray, Axes("R")]
@@ -118,14 +121,14 @@ class Generation:
 
 @record
 class NewTokens:
-    """Tokens of one sample, since those before them; all of a sample's, joined, are those of its `Generation`.
+    """New tokens of one sample. The pieces of a sample, joined, are the tokens of its `Generation`.
 
     Attributes:
-        sample_index: Which sample of the request.
-        token_ids: [N] int32; none only where the sample ends without more.
+        sample_index: Index of the sample in the request.
+        token_ids: [N] int32. Empty only if the sample ends without further tokens.
         logprobs: [N] float32.
         policy_versions: [N] int32.
-        ended: The whole sample, with its last tokens.
+        ended: The whole sample, set with its last tokens.
     """
 
     sample_index: int
@@ -137,11 +140,11 @@ class NewTokens:
 
 @record
 class TokenScores:
-    """What an engine thinks of each token of a sequence, and what it would rather have had there.
+    """Logprobs of each token of a sequence, and of the most likely tokens at its position.
 
-    Row t is about token t, given the tokens before it: first the token itself, then the K likeliest tokens, the
-    likeliest first; the token itself is among these too where it is one of them. Nothing comes before token 0: its ids
-    are -1, its logprobs 0.
+    Row t scores token t, given the tokens before it. Its first entry is the token itself. The K most likely tokens
+    follow, most likely first; they may include the token itself. Token 0 has no context: its ids are -1, its logprobs
+    0.
 
     Attributes:
         token_ids: [T, K + 1] int32.
@@ -153,7 +156,7 @@ class TokenScores:
 
     @classmethod
     def after_first(cls, token_ids: IntArray, logprobs: FloatArray) -> "TokenScores":
-        """Scores of a sequence, from those of its tokens but the first.
+        """Build the scores of a sequence from those of its tokens after the first.
 
         Args:
             token_ids: [T - 1, K + 1] integers.
@@ -168,17 +171,17 @@ class TokenScores:
 
 @record
 class EngineTraits:
-    """What an engine is, once started.
+    """Properties of a started engine.
 
     Attributes:
-        name: Such as "vllm 0.32.0 (cpu, float32)".
-        max_model_len: Most tokens of prompt and response together.
-        vocab_size: Token ids are below this.
-        can_sleep: Whether `sleep` frees memory here.
-        max_top_k: Most likeliest tokens that `score_top_k` gives for each token.
-        can_match_text: Whether it serves `SamplingParams.stop`, for which it needs the model's tokenizer.
-        structures: Kinds of `Structure` that it serves, by field.
-        max_lora_rank: Largest rank of an adapter that it takes; 0 takes none.
+        name: Name and version, such as "vllm 0.32.0 (cpu, float32)".
+        max_model_len: Maximum number of tokens of prompt and response together.
+        vocab_size: All token ids are smaller than this.
+        can_sleep: Whether `sleep` frees memory on this platform.
+        max_top_k: Maximum number of top tokens that `score_top_k` returns per token.
+        can_match_text: Whether it supports `SamplingParams.stop`, which needs the model's tokenizer.
+        structures: Supported kinds of `Structure`, by field name.
+        max_lora_rank: Maximum rank of an adapter; 0 supports none.
     """
 
     name: str
@@ -192,35 +195,35 @@ class EngineTraits:
 
 
 class RolloutEngine(Protocol):
-    """An engine; all methods are called from one event loop, and may overlap.
+    """An engine. All methods are called from one event loop, and calls may overlap.
 
-    A request that cannot be served (too long, empty, ids out of the vocabulary) raises EngineError and
-    leaves the others alone. After a failure of the engine itself every waiting call raises it.
+    A request that cannot be served (too long, empty, token ids outside the vocabulary) raises EngineError and does not
+    affect other requests. After a failure of the engine itself, every waiting call raises that error.
     """
 
     @property
     def traits(self) -> EngineTraits:
-        """What the engine is; NotReadyError before `start`."""
+        """Properties of the engine. Raises NotReadyError before `start`."""
         ...
 
     async def start(self) -> None:
-        """Load the model; slow. Version 0 is served until the first update."""
+        """Load the model, which is slow. The engine serves version 0 until the first update."""
         ...
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
-        """num_samples responses, in order; an aborted one has finish_reason "abort" and what it had."""
+        """Return num_samples responses, in order. An aborted one has finish_reason "abort" and its tokens so far."""
         ...
 
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        """Logprobs of the tokens of each sequence at temperature 1, each [T] with position 0 = 0."""
+        """Return each sequence's logprobs at temperature 1, [T] each; position 0 is 0."""
         ...
 
     async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
-        """As `score`, with the experts that the same pass used, where the model is a mixture and the engine tells."""
+        """Same as `score`, plus the experts of the same pass, if the model is a mixture and the engine reports them."""
         ...
 
     async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
-        """As `score`, with the top_k likeliest tokens beside each token; 0 gives the token alone.
+        """Same as `score`, plus the top_k most likely tokens at each position. With 0, only the token itself.
 
         Raises:
             EngineError: top_k is negative, above the vocabulary, or above `EngineTraits.max_top_k`.
@@ -228,48 +231,48 @@ class RolloutEngine(Protocol):
         ...
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Replace all weights between two decoding steps, and drop what was cached from the old ones."""
+        """Replace all weights between two decoding steps, and drop caches computed with the old weights."""
         ...
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """End these requests, paused or not; their `generate` calls return what there is, with reason "abort"."""
+        """End these requests, paused or not. Their `generate` calls return the tokens so far, with reason "abort"."""
         ...
 
     async def abort_all(self) -> None:
-        """End every request, as `abort`."""
+        """End every request. See `abort`."""
         ...
 
     async def pause(self) -> None:
-        """Stop between two decoding steps: nothing is drawn or scored until `resume`, and requests wait.
+        """Pause between two decoding steps. Requests wait until `resume`; nothing is sampled or scored.
 
-        The weights may be replaced meanwhile; the same sequences then go on under the new ones.
+        If the weights are replaced meanwhile, the same sequences continue under the new ones.
         """
         ...
 
     async def resume(self) -> None:
-        """Go on where `pause` stopped."""
+        """Continue after `pause`."""
         ...
 
     async def reset_prefix_cache(self) -> None:
-        """Forget what was computed of earlier prompts; running requests go on."""
+        """Drop the cached prefixes of earlier prompts. Running requests continue."""
         ...
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Free the memory of weights and KV cache until `wake`; requests made meanwhile are refused.
+        """Free the memory of weights and KV cache until `wake`. Requests made meanwhile are refused.
 
         Args:
-            level: 1 keeps the weights on the host; 2 drops them, and requests are refused until an update of all
-                weights has come after `wake`.
+            level: 1 keeps the weights in host memory. 2 drops them, and requests are refused until an update of all
+                weights after `wake`.
 
         Raises:
-            EngineError: The platform cannot (see `EngineTraits.can_sleep`), or requests are running.
+            EngineError: The platform does not support it (see `EngineTraits.can_sleep`), or requests are running.
         """
         ...
 
     async def wake(self) -> None:
-        """Take the memory again, with the weights of before where they were kept. Does nothing when awake."""
+        """Allocate the memory again, and restore the weights if they were kept. Does nothing when awake."""
         ...
 
     async def close(self) -> None:
-        """Free everything; no process stays behind. Can be called twice."""
+        """Free all resources and end all processes. Safe to call twice."""
         ...

@@ -1,4 +1,4 @@
-"""Weights for an engine, whatever kind it is: with their proof, and to whole responses where that is asked."""
+"""Publishes weights to engines of any kind, with proof, and between whole responses on request."""
 
 import time
 from dataclasses import replace
@@ -18,22 +18,22 @@ async def publish_to(
     drain: bool = False,
     drain_deadline_s: float = DRAIN_DEADLINE_S,
 ) -> PublishReport:
-    """Give an update to an engine, or to all replicas of one, and prove that each serves it.
+    """Send an update to an engine, or to all replicas of one, and prove that each serves it.
 
     Args:
         engine: The engine.
-        update: What it shall serve.
-        canary: To prove it.
-        tolerances: Of the proof.
-        drain: Let requests end under the weights under which they began, and hold new ones back meanwhile: every
-            response has one policy version. Otherwise they go on under the new weights.
-        drain_deadline_s: How long they may take.
+        update: The update to serve.
+        canary: Prompts for the proof.
+        tolerances: Tolerances of the proof.
+        drain: Let requests end under the weights they began with, and hold back new ones meanwhile. Every response then
+            has one policy version. Otherwise, requests continue under the new weights.
+        drain_deadline_s: Maximum seconds for running requests to end.
 
     Raises:
-        WeightProofError: An engine serves something else; the message names the first tensor that differs.
-        EngineDiedError: None is left to take it.
-        EngineError: It cannot be drained: it is paused, or cannot hold requests back.
-        DeadlineError: Requests did not end.
+        WeightProofError: An engine serves other weights. The message names the first tensor that differs.
+        EngineDiedError: No engine is left.
+        EngineError: The engine cannot drain: it is paused, or cannot hold back requests.
+        DeadlineError: Requests did not end in time.
     """
     publish = getattr(engine, "publish", None)
     if publish is not None:

@@ -1,4 +1,4 @@
-"""Engines by name; another package adds one with the entry point group `rl_rollout.engines`."""
+"""Engines by name. Other packages add engines with the entry point group `rl_rollout.engines`."""
 
 from typing import Any
 
@@ -16,14 +16,14 @@ _ENGINES: Registry[Any] = Registry(
 
 
 def known_engines() -> list[str]:
-    """All names, sorted."""
+    """Return all names, sorted."""
     return _ENGINES.names()
 
 
 def engine_class(name: str) -> Any:
-    """The engine of this name, imported now; most take a model folder and options.
+    """Import and return the engine class of this name. Most take a model folder and options.
 
     Raises:
-        SettingsError: Nothing has this name; the message lists what has.
+        SettingsError: The name is unknown. The message lists the known names.
     """
     return _ENGINES.get(name)

@@ -1,4 +1,4 @@
-"""Whether an engine can serve a request; the same answer from every engine."""
+"""Checks whether an engine can serve a request, the same way for every engine."""
 
 import numpy as np
 
@@ -7,20 +7,20 @@ from rl_core.errors import EngineError
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams, Structure
 
 LOWEST_TEMPERATURE = 0.01
-"""Between 0 and this, probabilities become 0 or 1 and logprobs lose their meaning."""
+"""Minimum positive temperature. Below it, probabilities become 0 or 1 and logprobs lose their meaning."""
 HIGHEST_TEMPERATURE = 2.0
-"""vLLM takes none above."""
+"""vLLM's maximum."""
 MAX_STOPS = 64
-"""Stop strings of a request: each is looked for after every token."""
+"""Maximum number of stop strings per request. Each is matched after every token."""
 MAX_TEXT = 1 << 16
-"""Characters of all stop strings together, and of a structure."""
+"""Maximum characters of all stop strings together, and of a structure."""
 
 
 def check_request(request: GenerateRequest, traits: EngineTraits) -> None:
-    """Refuse a request that cannot be served as asked.
+    """Refuse a request that cannot be served as specified.
 
     Raises:
-        EngineError: Says what was expected, what was found, and what to do.
+        EngineError: The request is invalid. The message names what was expected, what was found and the fix.
     """
     if request.num_samples < 1:
         raise EngineError(f"num_samples must be at least 1; found {request.num_samples}.")
@@ -48,7 +48,7 @@ def check_sequence(sequence: IntArray, traits: EngineTraits) -> None:
     """Refuse a sequence that cannot be scored.
 
     Raises:
-        EngineError: It is empty, too long, or holds ids out of the vocabulary.
+        EngineError: It is empty, too long, or has token ids outside the vocabulary.
     """
     check_token_ids(sequence, traits, what="sequence")
     if len(sequence) > traits.max_model_len:
@@ -59,10 +59,10 @@ def check_sequence(sequence: IntArray, traits: EngineTraits) -> None:
 
 
 def check_top_k(top_k: int, traits: EngineTraits) -> None:
-    """Refuse a number of likeliest tokens that cannot be given.
+    """Refuse an invalid number of top tokens.
 
     Raises:
-        EngineError: Says what the most is, and what to do.
+        EngineError: top_k is invalid. The message states the maximum and the fix.
     """
     if top_k < 0:
         raise EngineError(f"top_k must be at least 0, which gives the tokens' own logprobs alone; found {top_k}.")
@@ -76,10 +76,10 @@ def check_top_k(top_k: int, traits: EngineTraits) -> None:
 
 
 def check_token_ids(token_ids: IntArray, traits: EngineTraits, *, what: str) -> None:
-    """Refuse token ids that are not a [T] array of ids of the vocabulary, T >= 1.
+    """Check that token ids are a [T] array of ids in the vocabulary, T >= 1.
 
     Raises:
-        EngineError: Names what is wrong.
+        EngineError: They are not. The message names the fault.
     """
     if token_ids.ndim != 1 or not len(token_ids) or token_ids.dtype.kind not in "iu":
         raise EngineError(
@@ -95,7 +95,7 @@ def check_token_ids(token_ids: IntArray, traits: EngineTraits, *, what: str) -> 
 
 
 def aborted_generations(request: GenerateRequest) -> list[Generation]:
-    """What a request gets that was aborted before its first token."""
+    """Return the empty results of a request that was aborted before its first token."""
     nothing = np.zeros(0, dtype=np.int32)
     one = Generation(
         token_ids=nothing, logprobs=nothing.astype(np.float32), policy_versions=nothing, finish_reason="abort"
@@ -104,7 +104,7 @@ def aborted_generations(request: GenerateRequest) -> list[Generation]:
 
 
 def _check_adapter(adapter: str, traits: EngineTraits) -> None:
-    """An engine without room for adapters may have one in its weights, which it cannot leave out."""
+    """Refuse adapters on an engine without adapter support, whose weights may contain one that it cannot omit."""
     if adapter != "base":
         raise EngineError(f'adapter must be None, which is what was published last, or "base"; found {adapter!r}.')
     if not traits.max_lora_rank:

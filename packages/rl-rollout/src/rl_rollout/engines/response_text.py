@@ -1,31 +1,31 @@
-"""The text of a response whose tokens come one by one, and the stop string in it."""
+"""Decodes a response as its tokens arrive, and finds stop strings in it."""
 
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[list[int]], str]
-"""Text of tokens, special ones included."""
+"""Decodes token ids to text, including special tokens."""
 
 CONTEXT_TOKENS = 8
-"""Of the prompt, at most: one token decides on a space, and four are a character."""
+"""Maximum number of prompt tokens to decode: one decides on a space, and a character has up to four."""
 MAX_BYTES = 4
-"""Of a character, which may have a token for each."""
+"""Maximum bytes of a character; each may have its own token."""
 MAX_WINDOW = 64
-"""Tokens that are decoded again, where they are no text."""
+"""Maximum number of tokens that are decoded again if they are not text."""
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class ResponseText:
-    """Text of tokens that come in pieces; right where a character or a stop string spans several tokens.
+    """Text of tokens that arrive in pieces. Handles characters and stop strings that span several tokens.
 
     Attributes:
-        matched_stop: The stop string that was found; of several that one token completes, the one that begins first.
+        matched_stop: The stop string found. If one token completes several, the one that begins first.
     """
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int], *, stop: Sequence[str] = ()) -> None:
         """Begin after a prompt, whose text is not searched.
 
         Args:
-            decode: Text of tokens.
+            decode: Decodes token ids to text.
             prompt_ids: The prompt, or its last tokens.
             stop: Strings that end the text.
         """
@@ -42,9 +42,9 @@ class ResponseText:
         self._set_window(next((ids for ids in ends if decode(ids).strip(UNKNOWN)), context))
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """What may be shown now: no half character, nothing of a stop string, nor what may become one.
+        """Return the text that is safe to show: no partial character, and no possible part of a stop string.
 
-        With stop strings the last characters are held back, one less than the longest of them has.
+        With stop strings, it holds back one character less than the longest stop string has.
         """
         given = []
         for token_id in token_ids:
@@ -55,13 +55,13 @@ class ResponseText:
         return "".join(given)
 
     def finish(self) -> str:
-        """The rest, once there are no more tokens."""
+        """Return the remaining text after the last token."""
         if self.matched_stop is None and self._window:
             self._search(self._decode(self._window)[self._num_taken :])
         return self._release(0)
 
     def _new_text(self) -> str:
-        """Characters that are whole, whatever follows."""
+        """Return the characters that later tokens cannot change."""
         text = self._decode(self._window)
         is_whole = not text.endswith(UNKNOWN)
         begin, end = self._num_taken, len(text)
@@ -81,7 +81,7 @@ class ResponseText:
         self._num_taken = _num_settled(self._decode(token_ids)) if token_ids else 0
 
     def _search(self, new: str) -> None:
-        """Hold new characters back, up to a stop string in them."""
+        """Add new characters to the held text, up to a stop string in them."""
         if not new:
             return
         searched = len(self._held)
@@ -97,6 +97,6 @@ class ResponseText:
 
 
 def _num_settled(text: str) -> int:
-    """How many characters stay as they are; decoders show a character's first bytes as one or as three U+FFFD."""
+    """Count characters that will not change. Decoders show a character's first bytes as one or as three U+FFFD."""
     num_unknown = len(text) - len(text.rstrip(UNKNOWN))
     return len(text) - min(num_unknown, MAX_BYTES - 1)

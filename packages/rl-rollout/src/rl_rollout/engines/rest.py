@@ -1,4 +1,4 @@
-"""Whether an engine sleeps, and whether it has weights."""
+"""Tracks whether an engine sleeps and whether it has weights."""
 
 from typing import Literal
 
@@ -7,23 +7,23 @@ from rl_core.weights import WeightUpdate
 
 
 class Rest:
-    """The sleep of one engine; the next update of all weights brings what a deep one dropped.
+    """Sleep state of one engine. After a level 2 sleep, the next update of all weights restores them.
 
     Attributes:
-        is_asleep: Its memory is freed.
-        lacks_weights: They were dropped, and not brought again.
+        is_asleep: Whether its memory is freed.
+        lacks_weights: Whether its weights were dropped and not yet restored.
     """
 
     def __init__(self) -> None:
-        """Awake, with weights."""
+        """Start awake, with weights."""
         self.is_asleep = self.lacks_weights = False
 
     def begin(self, level: Literal[1, 2]) -> None:
-        """Sleep; at level 2 without weights."""
+        """Begin to sleep. Level 2 drops the weights."""
         self.is_asleep, self.lacks_weights = True, self.lacks_weights or level == 2
 
     def check(self, update: WeightUpdate | None = None) -> None:
-        """Refuse an update that it cannot take now; without one, any request."""
+        """Refuse an update that is impossible in this state. Without an update, refuse any request."""
         if self.is_asleep:
             raise EngineError("the engine sleeps; wake it before it is asked.")
         if self.lacks_weights and (update is None or update.adapter is not None):

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits, one seed a row."""
+"""Samples tokens from logits, with one seed per row."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ from rl_rollout.engines.protocol import SamplingParams
 
 
 def processed_logprobs(logits: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.Tensor:
-    """Logprobs of the distribution that each row is drawn from: temperature, then top_k, then top_p.
+    """Return the logprobs of each row's sampling distribution: temperature, then top_k, then top_p.
 
     Args:
         logits: [N, V].
-        sampling: One a row; temperature 0 leaves the row as it is.
+        sampling: One per row. Temperature 0 leaves the row unchanged.
 
     Returns:
-        [N, V] float32; -inf where a token cannot be drawn.
+        [N, V] float32; -inf for tokens that cannot be sampled.
     """
     temperatures = torch.tensor([params.temperature or 1.0 for params in sampling], device=logits.device)
     scaled = logits.float() / temperatures.unsqueeze(-1)
@@ -28,13 +28,13 @@ def processed_logprobs(logits: torch.Tensor, sampling: Sequence[SamplingParams])
 def draw_tokens(
     logprobs: torch.Tensor, sampling: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
 ) -> torch.Tensor:
-    """One token a row: the likeliest at temperature 0, else a draw that seed and position decide.
+    """Sample one token per row: the most likely at temperature 0, else determined by seed and position.
 
     Args:
         logprobs: [N, V] float32 of `processed_logprobs`.
-        sampling: One a row.
-        seeds: One a row.
-        positions: Index of the token in its response, one a row.
+        sampling: One per row.
+        seeds: One per row.
+        positions: Index of the token in its response, one per row.
 
     Returns:
         [N] int64.
@@ -53,13 +53,13 @@ def draw_tokens(
 
 
 def _uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) of a counter-based generator."""
+    """Return a number in [0, 1) from a counter-based generator."""
     key = seed % 2**64
     return float(np.random.Generator(np.random.Philox(key=key, counter=position)).random())
 
 
 def _filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """[V] logits, -inf where top_k or top_p leaves a token out."""
+    """Return [V] logits, with -inf for tokens that top_k or top_p excludes."""
     if params.top_k is not None and params.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
     if params.top_p < 1:

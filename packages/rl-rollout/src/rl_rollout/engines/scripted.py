@@ -1,4 +1,4 @@
-"""An engine without a model, for tests: it says what it is told to, when it is told to."""
+"""A scripted engine without a model, for tests."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
@@ -23,7 +23,8 @@ Script = (
 )
 """Responses by prompt (sample i gets entry i, modulo their number), or a function of request and sample index.
 
-The function may raise, which fails the request, or wait, which orders the responses."""
+The function may raise, which fails the request, or wait, which orders the responses.
+"""
 
 DEFAULT_TRAITS = EngineTraits(name="scripted", max_model_len=1 << 20, vocab_size=1 << 20, max_top_k=1 << 20)
 
@@ -34,8 +35,8 @@ class ScriptedEngine:
     A response longer than max_tokens is cut. Logprobs are -1, or 0 when greedy.
 
     Attributes:
-        requests: Every request that was accepted, in order.
-        updates: Every weight update that was taken, in order.
+        requests: All accepted requests, in order.
+        updates: All accepted weight updates, in order.
     """
 
     def __init__(
@@ -49,16 +50,16 @@ class ScriptedEngine:
         decode: Decode | None = None,
         pace: Callable[[GenerateRequest, int, int], Awaitable[None]] | None = None,
     ) -> None:
-        """Learn the script.
+        """Store the script.
 
         Args:
-            script: What to say.
-            end_token_ids: A response that ends with one of these ends with "stop", else with "length".
-            traits: What to say about itself.
-            score: Logprobs of a sequence; -1 everywhere but at position 0 by default.
-            receive: Answer to a weight update; an honest receipt by default.
-            decode: Text of tokens, for stop strings; without it they are refused.
-            pace: Awaited before each token, given the request, the sample's index and the token's position.
+            script: The responses.
+            end_token_ids: A response that ends with one of these has finish_reason "stop", any other "length".
+            traits: The engine's traits.
+            score: Returns a sequence's logprobs. By default -1 everywhere except at position 0.
+            receive: Returns the receipt of a weight update. By default, the correct one.
+            decode: Decodes token ids, for stop strings. Without it, stop strings are refused.
+            pace: Awaited before each token with the request, the sample index and the token's position.
         """
         self.gate = Gate()
         self.requests: list[GenerateRequest] = []
@@ -108,11 +109,11 @@ class ScriptedEngine:
         return [self._score(sequence) for sequence in sequences]
 
     async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
-        """See `RolloutEngine.score_with_experts`; it has none."""
+        """See `RolloutEngine.score_with_experts`. It reports no experts."""
         return [RoutedScores(logprobs=logprobs) for logprobs in await self.score(sequences)]
 
     async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
-        """See `RolloutEngine.score_top_k`; what `score` leaves of the mass is spread evenly over the other tokens."""
+        """See `RolloutEngine.score_top_k`. The mass that `score` leaves is spread evenly over the other tokens."""
         check_top_k(top_k, self.traits)
         scored = zip(sequences, await self.score(sequences), strict=True)
         return [_spread(sequence, scores, top_k, self._traits.vocab_size) for sequence, scores in scored]
@@ -128,7 +129,7 @@ class ScriptedEngine:
         return receipt
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See `RolloutEngine.abort`; a script that waits is cut off."""
+        """See `RolloutEngine.abort`. A waiting script is cancelled."""
         self.gate.abort(request_ids)
         for future, request_id in list(self._waiting.items()):
             if request_id in request_ids:
@@ -152,7 +153,7 @@ class ScriptedEngine:
             self._resumed = None
 
     async def reset_prefix_cache(self) -> None:
-        """See `RolloutEngine.reset_prefix_cache`; a script keeps none."""
+        """See `RolloutEngine.reset_prefix_cache`. There is no cache."""
         self.traits  # noqa: B018
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
@@ -185,7 +186,7 @@ class ScriptedEngine:
         return sample.generation()
 
     async def _finished(self, saying: Coroutine[None, None, None], request: GenerateRequest) -> bool:
-        """Wait for a script; False where it was aborted."""
+        """Wait for a script. Return False if it was aborted."""
         future = asyncio.ensure_future(saying)
         self._waiting[future] = request.request_id
         try:
@@ -240,7 +241,7 @@ def _tell(request: GenerateRequest, index: int, sample: Sample) -> None:
 
 
 def honest_receipt(update: WeightUpdate) -> WeightReceipt:
-    """What an engine says that took everything as it was sent."""
+    """Return the receipt of an engine that received everything as sent."""
     live = {name: digest.probe for name, digest in update.served.items()}
     live.update({name: live[source] for name, source in update.tied.items()})
     tensors = update.tensors or {}
@@ -258,7 +259,7 @@ def _flat_scores(sequence: IntArray) -> FloatArray:
 
 
 def _spread(sequence: IntArray, scores: FloatArray, top_k: int, vocab_size: int) -> TokenScores:
-    """Each token at its score, all others equally likely, the lowest ids first."""
+    """Give each token its score, and spread the rest evenly over the other tokens, lowest ids first."""
     ids = np.empty((len(sequence) - 1, top_k + 1), dtype=np.int32)
     logprobs = np.empty(ids.shape, dtype=np.float32)
     for row, (token, score) in enumerate(zip(sequence[1:].tolist(), scores[1:].tolist(), strict=True)):

@@ -1,12 +1,11 @@
 """An engine that decodes in steps, behind the asynchronous protocol.
 
-A `Stepper` is the model with its scheduler: synchronous, and called by one thread. `SteppedEngine` is
-everything else: it turns requests into samples, lets the stepper make one step after the other as long
-as there is work, and wakes whoever waits.
+A `Stepper` is the model with its scheduler. It is synchronous, and one thread calls it. `SteppedEngine` does everything
+else: it turns requests into samples, runs steps while there is work, and wakes all waiters.
 
-Requests made in the same turn of the event loop are admitted together, in order, before the next step.
-Weight updates, aborts, requests and the search for stop strings come between two steps. After a failure of
-the stepper every waiting call raises it, and so does every later one.
+Requests made in the same turn of the event loop are admitted together, in order, before the next step. Weight updates,
+aborts, requests and the search for stop strings happen between two steps. After a failure of the stepper, every waiting
+call and every later call raises it.
 """
 
 import asyncio
@@ -30,17 +29,17 @@ from rl_rollout.engines.stepper import Sample, Stepper
 log = structlog.get_logger(__name__)
 
 TURNS_BETWEEN_STEPS = 3
-"""Event loop turns after finished samples: those who waited may ask again before the next step."""
+"""Event loop turns after samples finish, so that their callers can send requests before the next step."""
 
 MAX_PREPARED = 1000
-"""Structures that are known to be ready."""
+"""Maximum number of structures remembered as compiled."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """Samples that one call waits for, and whom it tells what they get meanwhile."""
+    """The samples of one call, and the callback for their new tokens."""
 
     samples: list[Sample]
     done: "asyncio.Future[None]"
@@ -54,12 +53,12 @@ class SteppedEngine:
     def __init__(
         self, make_stepper: Callable[[], Stepper], *, in_thread: bool, decoder: Callable[[], Decode] | None = None
     ) -> None:
-        """Wrap a stepper; nothing is loaded yet.
+        """Wrap a stepper. Nothing is loaded yet.
 
         Args:
-            make_stepper: Loads the model; called by `start`. Version 0 is what it loads.
-            in_thread: Make and call the stepper in a thread of its own, so that the event loop stays free.
-            decoder: Loads what makes text of tokens; called by the first request that has a stop string.
+            make_stepper: Loads the model, as version 0; called by `start`.
+            in_thread: Create and call the stepper in its own thread, so that the event loop stays free.
+            decoder: Loads the token decoder; called by the first request with a stop string.
         """
         self.gate = Gate()
         self._make_stepper = make_stepper
@@ -255,7 +254,7 @@ class SteppedEngine:
         return stepper
 
     async def _prepare(self, stepper: Stepper, structure: Structure) -> None:
-        """Have a structure compiled, one after the other: each may take much memory and seconds."""
+        """Compile structures one at a time, because each may need much memory and several seconds."""
         if structure not in self._prepared:
             await asyncio.get_running_loop().run_in_executor(self._preparing, stepper.prepare, structure)
             if len(self._prepared) >= MAX_PREPARED:
@@ -298,7 +297,7 @@ class SteppedEngine:
         self._pump.add_done_callback(self._on_pump_done)
 
     async def _abort(self, samples: Sequence[Sample]) -> None:
-        """End samples with what they have."""
+        """End samples with their tokens so far."""
         stepper = self._working()
         leaving = set(samples)
         self._incoming = [sample for sample in self._incoming if sample not in leaving]
@@ -327,7 +326,7 @@ class SteppedEngine:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
     def _tell(self, jobs: Collection[_Job]) -> None:
-        """Give callers what their samples got; what a caller raises is its own."""
+        """Pass new tokens to the callers' callbacks. A callback's exception fails only its own request."""
         for job in self._told.intersection(jobs):
             try:
                 for index, sample in enumerate(job.samples):
@@ -350,7 +349,7 @@ class SteppedEngine:
                 job.done.set_result(None)
 
     def _forget(self, samples: Sequence[Sample]) -> None:
-        """Nobody waits for these any more; the stepper drops them before its next step."""
+        """Forget samples without waiters. The stepper drops them before its next step."""
         here = [sample for sample in samples if self._jobs.pop(sample, None) is not None]
         waiting = set(self._incoming)
         self._incoming = [sample for sample in self._incoming if sample not in set(here)]
@@ -380,7 +379,7 @@ class SteppedEngine:
 def _advance(
     stepper: Stepper, incoming: Sequence[Sample], removed: Sequence[Sample], searched: Sequence[Sample]
 ) -> list[Sample]:
-    """One step, and the end of those samples that a stop string ends."""
+    """Run one step, and end the samples that contain a stop string."""
     if removed:
         stepper.remove(removed)
     if incoming:

@@ -1,4 +1,4 @@
-"""What an engine that decodes in steps is made of: sequences in the making, and the model that makes them."""
+"""The parts of an engine that decodes in steps: samples, and the model that extends them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,25 +14,25 @@ from rl_rollout.engines.response_text import ResponseText
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sample:
-    """One sequence in the making; the stepper fills it.
+    """A sequence in progress. The stepper fills it.
 
     Attributes:
-        input_ids: Prompt, or the sequence to score.
-        sampling: None to score.
-        seed: Of this sample.
-        request_id: Of its request, where that has one.
-        adapter: As `GenerateRequest.adapter`.
-        top_k: Likeliest tokens to give beside each token, when it is scored.
-        with_experts: Give its experts too, when it is scored.
-        token_ids: Sampled so far.
-        logprobs: Of token_ids; empty when greedy.
-        policy_versions: Of token_ids.
+        input_ids: The prompt, or the sequence to score.
+        sampling: Sampling parameters. None to score.
+        seed: Seed of this sample.
+        request_id: Id of its request, if any.
+        adapter: See `GenerateRequest.adapter`.
+        top_k: Number of top tokens per position, when scored.
+        with_experts: Report its experts too, when scored.
+        token_ids: Tokens sampled so far.
+        logprobs: Logprobs of token_ids; empty when greedy.
+        policy_versions: Policy versions of token_ids.
         finish_reason: None while it runs.
-        num_preempted: How often it was started again.
-        scores: Of the input_ids, with top_k more columns, when that was asked.
-        routed_experts: Of input_ids and token_ids, once it has ended; None where the stepper tells none.
-        failure: Why it ended without being what was asked; the stepper's word to the engine.
-        text: Where its stop strings are looked for; None without any. The stepper leaves it alone.
+        num_preempted: Number of restarts.
+        scores: Scores of input_ids, with top_k more columns on request.
+        routed_experts: Experts of input_ids and token_ids, once it has ended. None if the stepper does not report them.
+        failure: Why it ended without a valid result; set by the stepper.
+        text: Text to search for its stop strings; None without any. The stepper does not use it.
     """
 
     input_ids: list[int]
@@ -55,7 +55,7 @@ class Sample:
     _num_told: int | None = 0
 
     def find_stop(self) -> bool:
-        """Look for a stop string in what was sampled since the last call."""
+        """Search for a stop string in the tokens sampled since the last call."""
         if self.text is None:
             return False
         self.text.feed(self.token_ids[self._num_searched :])
@@ -63,7 +63,7 @@ class Sample:
         return self.text.matched_stop is not None
 
     def news(self, index: int) -> NewTokens | None:
-        """What was sampled since the last call, of the sample of this index; None where nothing was."""
+        """Return the tokens sampled since the last call, for the sample at this index. None if there are none."""
         begin = self._num_told
         if begin is None or self.failure is not None or (begin == len(self.token_ids) and self.finish_reason is None):
             return None
@@ -79,7 +79,7 @@ class Sample:
         )
 
     def generation(self) -> Generation:
-        """The finished sample as engines return it."""
+        """Return the finished sample as a `Generation`."""
         token_ids, logprobs, versions = self._arrays(0)
         return Generation(
             token_ids=token_ids,
@@ -92,60 +92,60 @@ class Sample:
         )
 
     def _arrays(self, begin: int) -> tuple[IntArray, FloatArray, IntArray]:
-        """Tokens from this one on, with their logprobs and versions."""
+        """Return the tokens from this index on, with their logprobs and versions."""
         token_ids = np.array(self.token_ids[begin:], dtype=np.int32)
         logprobs = np.array(self.logprobs[begin:] or np.zeros(len(token_ids)), dtype=np.float32)
         return token_ids, logprobs, np.array(self.policy_versions[begin:], dtype=np.int32)
 
 
 class Stepper(Protocol):
-    """A loaded model that decodes many samples at once. It is made and called by one thread, one call at a time."""
+    """A loaded model that decodes many samples at once. One thread creates and calls it, one call at a time."""
 
     @property
     def traits(self) -> EngineTraits:
-        """What the engine is."""
+        """Properties of the engine."""
         ...
 
     def admit(self, samples: Sequence[Sample]) -> None:
-        """Take new samples, in this order."""
+        """Add new samples, in this order."""
         ...
 
     def step(self) -> list[Sample]:
-        """Advance every sample as far as one step goes; those now finished, with their finish_reason."""
+        """Advance every sample by one step. Return the samples that finished, with their finish_reason."""
         ...
 
     def remove(self, samples: Sequence[Sample]) -> None:
-        """Forget samples; those that are not here are ignored."""
+        """Drop samples. Unknown ones are ignored."""
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Forget what was computed of earlier prompts."""
+        """Drop the cached prefixes of earlier prompts."""
         ...
 
     def sleep(self, level: Literal[1, 2]) -> None:
-        """Free memory, while there are no samples; called only where traits.can_sleep. Level 2 drops the weights."""
+        """Free memory. Called only without samples, and if traits.can_sleep. Level 2 drops the weights."""
         ...
 
     def wake(self) -> None:
-        """Take it again; after level 2 nothing is asked before an update of all weights."""
+        """Allocate the memory again. After level 2, no requests come before an update of all weights."""
         ...
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Replace all weights, or the adapter; samples that it is for go on under the new ones.
+        """Replace all weights, or the adapter. Affected samples continue under the new weights.
 
         Raises:
-            EngineError: The update is refused and nothing was touched; any other error is a failure.
+            EngineError: The update is refused and nothing changed. Any other error is a failure.
         """
         ...
 
     def prepare(self, structure: Structure) -> None:
-        """Have a structure ready; called in a thread of its own, only for kinds of traits.structures.
+        """Compile a structure. Called in its own thread, only for kinds in traits.structures.
 
         Raises:
-            EngineError: It cannot be followed.
+            EngineError: The structure cannot be enforced.
         """
         ...
 
     def close(self) -> None:
-        """Free everything."""
+        """Free all resources."""
         ...

@@ -1,4 +1,4 @@
-"""Tokens while they are sampled."""
+"""Streams tokens as they are sampled."""
 
 import asyncio
 import uuid
@@ -14,14 +14,15 @@ from rl_rollout.engines.protocol import GenerateRequest, Generation, NewTokens, 
 
 
 async def stream(engine: RolloutEngine, request: GenerateRequest) -> AsyncGenerator[NewTokens, None]:
-    """Generate, and give each sample's tokens as they come; its last ones have `NewTokens.ended`.
+    """Generate, and yield each sample's tokens as they arrive. The last ones have `NewTokens.ended`.
 
-    A slow consumer does not hold the engine up: what it has not asked for is joined into one piece a sample. The
-    request begins when the first piece is asked for. It is cancelled, wherever the engine is, when the iterator is
-    closed (`contextlib.aclosing`), dropped, or its task cancelled.
+    A slow consumer does not slow the engine: tokens not yet consumed are joined into one piece per sample. The request
+    begins when the first piece is awaited. It is cancelled when the iterator is closed (`contextlib.aclosing`),
+    dropped, or its task is cancelled.
 
     Raises:
-        EngineError: As `generate`; also where an engine dies that has given tokens, since these cannot be taken back.
+        EngineError: See `generate`. Also raised if an engine dies after it returned tokens, since these cannot be taken
+            back.
     """
     tokens = TokenStream(engine, request)
     try:
@@ -33,14 +34,14 @@ async def stream(engine: RolloutEngine, request: GenerateRequest) -> AsyncGenera
 
 
 class TokenStream:
-    """A request under way, and what it gave since somebody asked; one task asks at a time.
+    """A running request and the tokens that its consumer has not read. One task reads at a time.
 
     Attributes:
-        num_open: Samples whose last tokens were not given yet.
+        num_open: Samples whose last tokens were not returned yet.
     """
 
     def __init__(self, engine: RolloutEngine, request: GenerateRequest) -> None:
-        """Begin."""
+        """Start the request."""
         self.num_open = request.num_samples
         self._pieces: dict[int, list[NewTokens]] = {}
         self._num_given = [0] * request.num_samples
@@ -50,10 +51,10 @@ class TokenStream:
         self._running.add_done_callback(lambda _: self._has_news.set())
 
     async def next(self) -> list[NewTokens]:
-        """What came since the last call, at least one piece, while some are open.
+        """Return the tokens since the last call, at least one piece, while samples are open.
 
         Raises:
-            EngineError: As `generate`.
+            EngineError: See `generate`.
         """
         while not self._pieces:
             if self._running.done():
@@ -67,7 +68,7 @@ class TokenStream:
         return joined
 
     async def close(self) -> None:
-        """Nobody asks any more: cancel what still runs."""
+        """Cancel the request if it still runs."""
         self._running.cancel()
         await asyncio.wait([self._running])
         if not self._running.cancelled():
@@ -81,7 +82,7 @@ class TokenStream:
         self._has_news.set()
 
     def _take_rest(self) -> None:
-        """What the engine did not tell meanwhile, such as of a request that was aborted before its first token."""
+        """Add the tokens that the engine did not stream, such as those of a request aborted before its first token."""
         samples = self._running.result()
         for index in sorted(self._untold):
             sample, begin = samples[index], self._num_given[index]
@@ -96,23 +97,23 @@ class TokenStream:
 
 
 class HostedStreams:
-    """Streams of callers elsewhere, who ask for the tokens; what they have not asked for waits here."""
+    """Streams of remote callers, who poll for tokens. Unread tokens wait here."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        """There are none."""
+        """Start without streams."""
         self._engine = engine
         self._streams: dict[str, TokenStream] = {}
 
     async def begin(self, name: str, request: GenerateRequest) -> list[NewTokens]:
-        """Begin to generate under a name; gives the first tokens."""
+        """Start to generate under a name, and return the first tokens."""
         self._streams[name] = TokenStream(self._engine, request)
         return await self.more(name)
 
     async def more(self, name: str) -> list[NewTokens]:
-        """What came since the last call.
+        """Return the tokens since the last call.
 
         Raises:
-            EngineError: As `generate`, or the stream is of an engine that was here before.
+            EngineError: See `generate`. Also raised if the stream belongs to an earlier engine.
         """
         tokens = self._streams.get(name)
         if tokens is None:
@@ -127,7 +128,7 @@ class HostedStreams:
         return pieces
 
     async def drop(self, name: str) -> None:
-        """Cancel what nobody asks for any more."""
+        """Cancel a stream that its caller no longer reads."""
         tokens = self._streams.pop(name, None)
         if tokens is not None:
             await tokens.close()
@@ -136,12 +137,12 @@ class HostedStreams:
 async def generate_streamed(
     call: Callable[..., Awaitable[Any]], request: GenerateRequest, on_tokens: Callable[[NewTokens], None]
 ) -> list[Generation]:
-    """`generate` on an engine elsewhere that has `HostedStreams`.
+    """Generate on a remote engine that has `HostedStreams`.
 
     Args:
-        call: Calls a method there: `begin_stream`, `more_tokens` or `drop_stream`.
-        request: What to generate.
-        on_tokens: Gets the tokens here.
+        call: Calls a remote method: `begin_stream`, `more_tokens` or `drop_stream`.
+        request: The request.
+        on_tokens: Receives the tokens on this side.
     """
     name, ended = uuid.uuid4().hex, dict[int, Generation]()
     try:

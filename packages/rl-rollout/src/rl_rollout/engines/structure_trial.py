@@ -1,6 +1,6 @@
-"""Run as a script, in a child: compiles a grammar of a stranger, and asks what may come first.
+"""A script for a child process: compiles an untrusted grammar, and computes the allowed first tokens.
 
-llguidance bounds its own work almost everywhere, but a list of a billion items takes all memory there is.
+llguidance bounds its own work almost everywhere, but a list of a billion items uses all available memory.
 """
 
 import json
@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    """Read `{"grammar": ...}` from standard input; print "passed" in the end."""
+    """Read `{"grammar": ...}` from standard input, and print "passed" on success."""
     from llguidance import LLMatcher, LLTokenizer
 
     sys.stdout.write("compiling it\n")

@@ -1,4 +1,4 @@
-"""Requests on their way to an engine: they can be stopped while they wait, and moved while they run."""
+"""Requests to an engine that can be stopped while they wait, and moved while they run."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,23 +10,23 @@ from rl_rollout.engines.protocol import GenerateRequest, NewTokens
 
 
 class StoppedError(Exception):
-    """A request was stopped before its engine had answered."""
+    """A request was stopped before its engine answered."""
 
 
 class AbortedError(EngineError):
-    """A request was aborted before an engine was asked."""
+    """A request was aborted before it reached an engine."""
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request under way.
+    """A request in progress.
 
     Attributes:
-        num_samples: How many responses, or scores, it is.
-        request_id: What `RolloutEngine.abort` knows it by.
-        is_aborted: Nobody is to be asked any more.
-        is_asked: An engine is at it.
-        has_told: Its caller has got tokens, which cannot be taken back: it cannot begin anew elsewhere.
+        num_samples: Number of responses or scores.
+        request_id: Id for `RolloutEngine.abort`.
+        is_aborted: Whether it must not reach another engine.
+        is_asked: Whether an engine is running it.
+        has_told: Whether its caller has received tokens. These cannot be taken back, so it cannot restart elsewhere.
     """
 
     num_samples: int
@@ -37,7 +37,7 @@ class Ticket:
     _limit: asyncio.Timeout | None = field(default=None, init=False)
 
     def noting(self, request: GenerateRequest) -> GenerateRequest:
-        """The request, whose first tokens are noted here."""
+        """Return the request with a callback that records its first tokens here."""
         on_tokens = request.on_tokens
         if on_tokens is None:
             return request
@@ -50,10 +50,10 @@ class Ticket:
 
     @asynccontextmanager
     async def stoppable(self) -> AsyncIterator[None]:
-        """In here `stop` ends what the request waits for.
+        """Context in which `stop` ends the request's wait.
 
         Raises:
-            StoppedError: It did.
+            StoppedError: `stop` was called.
         """
         limit = asyncio.timeout(None)
         try:
@@ -68,12 +68,12 @@ class Ticket:
             self._limit = None
 
     def stop(self) -> None:
-        """End what it waits for now, if anything."""
+        """Stop the current wait, if any."""
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     def abort(self) -> None:
-        """Ask nobody any more; an engine that is at it is told by whoever aborts, and gives what it has."""
+        """Stop dispatching; `abort` tells the engine that already runs it, which returns its partial result."""
         self.is_aborted = True
         if not self.is_asked:
             self.stop()

@@ -1,4 +1,4 @@
-"""transformers as a rollout engine: the reference, without any dependency beyond it."""
+"""transformers as a rollout engine: the reference implementation, with no further dependency."""
 
 from pathlib import Path
 
@@ -14,19 +14,19 @@ __all__ = ["TransformersEngine", "TransformersOptions"]
 
 
 class TransformersEngine(SteppedEngine):
-    """A Hugging Face causal model with a sampling loop of our own, in the calling thread.
+    """A Hugging Face causal model with this package's own sampling loop, in the calling thread.
 
-    In float32 with one thread its results are the same bit for bit when the same requests come in the same turns
-    of the event loop. Each draw depends on the sample's seed and the token's position alone.
+    In float32 with one thread, results are identical bit for bit if the same requests arrive in the same turns of the
+    event loop. Each sampled token depends only on the sample's seed and the token's position.
     """
 
     @converts_arguments
     def __init__(self, model_dir: Path, options: TransformersOptions | None = None) -> None:
-        """Choose a model; `start` loads it.
+        """Choose a model. `start` loads it.
 
         Args:
             model_dir: A Hugging Face folder with safetensors.
-            options: How it runs.
+            options: The engine's options.
         """
         self._model_dir = Path(model_dir)
         self._options = options or TransformersOptions()

@@ -1,4 +1,4 @@
-"""A LoRA adapter in a transformers model: put there by peft, replaced in memory, read back bit for bit.
+"""A LoRA adapter in a transformers model: added by peft, replaced in memory, read back bit for bit.
 
 Importing this imports torch and peft.
 """
@@ -19,18 +19,18 @@ from rl_core.weights import LORA_A, probe_tensor
 from rl_rollout.engines.weight_checks import module_of
 
 NAME = "published"
-"""Of our adapter in peft's layers."""
+"""Name of this package's adapter in peft's layers."""
 
 
 class ModelAdapter:
-    """The adapter of one model; none at first."""
+    """The adapter of one model. The model starts without one."""
 
     def __init__(self, model: PreTrainedModel, kinds: tuple[str, ...]) -> None:
-        """Leave the model as it is.
+        """Store the model unchanged.
 
         Args:
-            model: What it is put into.
-            kinds: Last parts of the names of the modules that it may change; none allows all.
+            model: The model to adapt.
+            kinds: Last parts of the names of the modules that it may change. None allows all.
         """
         self._model = model
         head = model.get_output_embeddings()
@@ -45,13 +45,13 @@ class ModelAdapter:
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Serve this adapter in place of the last.
+        """Serve this adapter instead of the last.
 
         Args:
-            tensors: A and B by peft's names, B with the scaling; none to serve the base alone.
+            tensors: A and B by peft's names, B with the scaling. Empty serves only the base.
 
         Raises:
-            EngineError: It is of a module that it may not change; nothing was touched.
+            EngineError: It changes a module that it must not change. Nothing was modified.
         """
         modules = list(dict.fromkeys(map(module_of, tensors)))
         if barred := [name for name in modules if name not in self._allowed]:
@@ -72,7 +72,7 @@ class ModelAdapter:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """In here the model computes with its base alone."""
+        """Context in which the model computes without the adapter."""
         layers = [layer for _, layer in _adapted(self._model)]
         try:
             for layer in layers:
@@ -83,7 +83,7 @@ class ModelAdapter:
                 layer.enable_adapters(True)
 
     def live(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, FloatArray]:
-        """Probe of each A and B that the model computes with; NaN where it is not what arrived, bit for bit."""
+        """Probe each live A and B. NaN if a tensor differs from the one that arrived, bit for bit."""
         found = {}
         for name, tensor in tensors.items():
             live = self._live(name)
@@ -94,7 +94,7 @@ class ModelAdapter:
         return found
 
     def problems(self, tensors: Iterable[str]) -> list[str]:
-        """What is wrong beside A and B, such as an adapter that is off, scaled, or where the update has none."""
+        """Describe problems besides A and B, such as an adapter that is off, scaled, or missing from the update."""
         wanted = set(map(module_of, tensors))
         layers = dict(_adapted(self._model))
         found = [f"{name} has no adapter." for name in sorted(wanted - layers.keys())]
@@ -117,7 +117,7 @@ class ModelAdapter:
         self._model.eval()
 
     def _live(self, name: str) -> torch.Tensor | None:
-        """The A or B that the model computes with; None where it has none of ours."""
+        """Return the live A or B. None if the model has no adapter of this package."""
         layer = self._model.get_submodule(module_of(name))
         if not isinstance(layer, LoraLayer) or NAME not in layer.lora_A:
             return None

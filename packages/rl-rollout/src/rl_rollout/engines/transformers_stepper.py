@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class TransformersStepper:
-    """A model and the batches under way; samples admitted together are one batch with a KV cache of its own."""
+    """A model and its running batches. Samples admitted together form one batch with its own KV cache."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class TransformersStepper:
         *,
         adapter: "Callable[[PreTrainedModel, tuple[str, ...]], ModelAdapter] | None" = None,
     ) -> None:
-        """Load the model; no code of the folder runs.
+        """Load the model. No code in the folder runs.
 
         Args:
-            model_dir: Its folder.
-            options: How it runs.
-            adapter: Makes the place of its adapter; None where there is no room for one.
+            model_dir: The model's folder.
+            options: The engine's options.
+            adapter: Creates the adapter's slot. None disables adapters.
 
         Raises:
             EngineError: transformers cannot load it.
@@ -145,10 +145,10 @@ class TransformersStepper:
         return self._arrival.arriving(update) if update.is_sent else tensors.items()
 
     def reset_prefix_cache(self) -> None:
-        """See `Stepper.reset_prefix_cache`; nothing is kept from one batch to the next."""
+        """See `Stepper.reset_prefix_cache`. Nothing is cached across batches."""
 
     def sleep(self, level: Literal[1, 2]) -> None:
-        """See `Stepper.sleep`: the weights go to the host, or nowhere; buffers stay where they are at level 2."""
+        """See `Stepper.sleep`. Weights move to the host or are dropped. At level 2, buffers stay in place."""
         if level == 1:
             self._model.to("cpu")
         else:
@@ -156,7 +156,7 @@ class TransformersStepper:
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """See `Stepper.wake`: what was dropped is NaN until an update brings it."""
+        """See `Stepper.wake`. Dropped weights are NaN until an update restores them."""
         if self._dropped is not None:
             self._dropped.restore()
             self._dropped = None
@@ -164,7 +164,7 @@ class TransformersStepper:
             self._model.to(self._device)
 
     def prepare(self, structure: Structure) -> None:
-        """See `Stepper.prepare`; its traits have none."""
+        """See `Stepper.prepare`. Its traits list no structures."""
 
     def close(self) -> None:
         """See `Stepper.close`."""
@@ -174,14 +174,14 @@ class TransformersStepper:
         del self._model
 
     def _base(self) -> dict[str, torch.Tensor]:
-        """The weights by the names that learners publish."""
+        """Return the weights by the names that learners publish."""
         return each_expert(base_tensors(self._model.state_dict()))
 
     def _served_to(self, adapter: str | None) -> "_Served":
         return self._served if adapter is None else self._served_base
 
     def _forget_old(self) -> None:
-        """Drop what was computed with weights that were replaced."""
+        """Drop caches computed with replaced weights."""
         for batch in self._batches:
             if batch.served is not self._served_to(batch.adapter):
                 batch.cache = None
@@ -191,7 +191,7 @@ class TransformersStepper:
     def _receipt(self, sums: PassingChecksums, adapted: Mapping[str, torch.Tensor]) -> WeightReceipt:
         arrived, live = sums.with_probes(self._base())
         problems = [
-            f"{len(batch.samples)} samples go on with what version {batch.served.version} computed of them."
+            f"{len(batch.samples)} samples continue with what version {batch.served.version} computed of them."
             for batch in self._batches
             if batch.cache is not None and batch.served is not self._served_to(batch.adapter)
         ]
@@ -238,23 +238,23 @@ class TransformersStepper:
 
 
 class DroppedWeights:
-    """A model's parameters without their memory; ties stay."""
+    """A model's parameters without their memory. Ties stay."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Free it."""
+        """Free the memory."""
         self._parameters = [(parameter, parameter.shape) for parameter in model.parameters()]
         for parameter, _ in self._parameters:
             parameter.data = parameter.new_empty(0)
 
     def restore(self) -> None:
-        """Take the memory again, filled with NaN: what no update brings does not pass for weights."""
+        """Allocate the memory again, filled with NaN, so that a missing update cannot go unnoticed."""
         for parameter, shape in self._parameters:
             parameter.data = parameter.new_full(shape, torch.nan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Served:
-    """One set of weights, or adapter, by identity: the same version may be published twice."""
+    """One set of weights, or adapter, by identity. The same version may be published twice."""
 
     version: int
 
@@ -271,7 +271,7 @@ class _Batch:
         self._mask = torch.empty(0)
 
     def forward(self, model: torch.nn.Module, served: "_Served") -> torch.Tensor:
-        """[N, T, V] logits of what is new: everything after the start or an update of the weights, else one token."""
+        """Return [N, T, V] logits of new tokens: all at the start or after a weight update, else one."""
         device = next(model.parameters()).device
         if self.cache is None:
             rows = [sample.input_ids + sample.token_ids for sample in self.samples]
@@ -294,7 +294,7 @@ class _Batch:
         return logits
 
     def keep(self, indices: list[int]) -> None:
-        """Drop all samples but these from the batch and its cache."""
+        """Keep only these samples in the batch and its cache."""
         if len(indices) == len(self.samples):
             return
         self.samples = [self.samples[index] for index in indices]
@@ -304,7 +304,7 @@ class _Batch:
             self._mask = self._mask[kept]
 
     def finish_scoring(self, logits: torch.Tensor) -> list[Sample]:
-        """Give each sample its scores; the batch is empty afterwards."""
+        """Assign each sample its scores, and empty the batch."""
         finished, self.samples = self.samples, []
         for sample, row in zip(finished, logits, strict=True):
             sample.scores = _scores(row[-len(sample.input_ids) :], sample)
@@ -313,7 +313,7 @@ class _Batch:
 
 
 def _scores(logits: torch.Tensor, sample: Sample) -> TokenScores:
-    """Of a sample's tokens, from [T, V] logits after each."""
+    """Return the scores of a sample's tokens, from [T, V] logits after each."""
     logprobs = logits[:-1].float().log_softmax(-1)
     tokens = torch.tensor(sample.input_ids[1:], device=logits.device, dtype=torch.int64).unsqueeze(-1)
     likeliest = logprobs.topk(sample.top_k, dim=-1).indices
@@ -323,7 +323,7 @@ def _scores(logits: torch.Tensor, sample: Sample) -> TokenScores:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """A run shows its own; transformers' would draw over it."""
+    """Hide transformers' progress bar, which would overwrite the run's own."""
     was_enabled = is_progress_bar_enabled()
     disable_progress_bar()
     try:

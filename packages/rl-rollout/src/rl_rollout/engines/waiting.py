@@ -1,14 +1,14 @@
-"""Waiting for what other tasks do. Nothing here belongs to one event loop: an engine may outlive several."""
+"""Waits for changes made by other tasks. Not tied to an event loop, because an engine may outlive several."""
 
 import asyncio
 from types import TracebackType
 
 
 class Changes:
-    """Wakes whoever waits for the next change."""
+    """Wakes all waiters at the next change."""
 
     def __init__(self) -> None:
-        """Nobody waits."""
+        """Start without waiters."""
         self._waiting: set[asyncio.Future[None]] = set()
 
     async def next(self) -> None:
@@ -21,22 +21,22 @@ class Changes:
             self._waiting.discard(future)
 
     def announce(self) -> None:
-        """Something has changed."""
+        """Wake all waiters."""
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)
 
 
 class Turn:
-    """One task at a time (`async with`)."""
+    """A lock: one task at a time (`async with`)."""
 
     def __init__(self) -> None:
-        """It is nobody's."""
+        """Start unlocked."""
         self._left = Changes()
         self.is_taken = False
 
     async def __aenter__(self) -> None:
-        """Wait for it."""
+        """Wait for the lock."""
         while self.is_taken:
             await self._left.next()
         self.is_taken = True
@@ -44,6 +44,6 @@ class Turn:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        """Let the next one in."""
+        """Release the lock to the next task."""
         self.is_taken = False
         self._left.announce()

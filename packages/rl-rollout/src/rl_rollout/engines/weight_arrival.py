@@ -1,4 +1,4 @@
-"""Weights that an engine of one process takes from the network."""
+"""Receives weights from the network for an engine of one process."""
 
 from collections.abc import Iterator
 
@@ -10,25 +10,25 @@ from rl_core.weights.broadcast import SourceGroups, WeightSources, receive_plan
 
 
 class WeightArrival:
-    """Asks the senders of updates, and is the one worker that takes them."""
+    """Connects to the senders of updates, as their only worker."""
 
     def __init__(self, device: torch.device) -> None:
-        """Connect to nobody yet.
+        """Create without connecting.
 
         Args:
-            device: Where tensors are put together.
+            device: Device of the received tensors.
         """
         self._device = device
         self._sources = WeightSources(num_workers=1)
         self._groups: SourceGroups | None = None
 
     def arriving(self, update: WeightUpdate) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor of an update as it is whole, in order.
+        """Yield each tensor of an update when it is complete, in order.
 
         Raises:
-            WeightsGoneError: A sender is gone or has another version; nothing was sent.
+            WeightsGoneError: A sender is gone or has another version. Nothing was sent.
             TransferError: A sender is gone midway.
-            DeadlineError: A sender gives nothing any more.
+            DeadlineError: A sender stopped sending.
         """
         try:
             joined = self._sources.announce(update)
@@ -41,7 +41,7 @@ class WeightArrival:
         return self._groups.receive(receive_plan(update))
 
     def close(self) -> None:
-        """Leave every sender. Can be called twice."""
+        """Disconnect from all senders. Safe to call twice."""
         self._sources.close()
         if self._groups is not None:
             self._groups.close()

@@ -1,4 +1,4 @@
-"""Which tensors a model has, and whether an update holds them."""
+"""Reads a model's tensor shapes, and checks that an update has all tensors."""
 
 import math
 import re
@@ -20,11 +20,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def update_tensors(update: WeightUpdate) -> Mapping[str, torch.Tensor]:
-    """The tensors of an update, from this process or from its file.
+    """Yield the tensors of an update, from this process or from its file.
 
     Raises:
-        EngineError: It has neither.
-        WeightsGoneError: The file is gone or torn.
+        EngineError: The update has neither tensors nor a file.
+        WeightsGoneError: The file is gone or truncated.
     """
     if update.tensors is not None:
         return update.tensors
@@ -34,17 +34,17 @@ def update_tensors(update: WeightUpdate) -> Mapping[str, torch.Tensor]:
 
 
 def announced_tensors(update: WeightUpdate) -> dict[str, torch.Tensor]:
-    """A tensor without content for each one of an update, as its digests say."""
+    """Return an empty tensor for each tensor of an update, with the shape in its digest."""
     return {name: torch.empty(digest.shape, device="meta") for name, digest in update.digests.items()}
 
 
 @contextmanager
 def update_file(update: WeightUpdate) -> Iterator[Path]:
-    """The file of an update, to be read within.
+    """Open the file of an update for reading.
 
     Raises:
-        EngineError: It has neither tensors nor a file.
-        WeightsGoneError: The file is gone or torn.
+        EngineError: The update has neither tensors nor a file.
+        WeightsGoneError: The file is gone or truncated.
     """
     if update.file is None:
         raise EngineError(f"weight update {update.version} has neither tensors nor a file; a transport packs one.")
@@ -59,9 +59,10 @@ def update_file(update: WeightUpdate) -> Iterator[Path]:
 
 
 def tensor_shapes(model_dir: Path) -> Shapes:
-    """Shapes of the folder's tensors, from the files' headers; of experts that it joins, each by itself.
+    """Return the shapes of the folder's tensors, from the file headers. Joined experts are listed separately.
 
-    Layers after the last, with which GLM and others guess tokens, are left out: engines do not load them.
+    Layers after the last, with which GLM and others predict further tokens, are skipped because engines do not load
+    them.
     """
     config = read_json_object(model_dir / "config.json", error=EngineError)
     num_layers = config.get("text_config", config).get("num_hidden_layers", math.inf)
@@ -73,13 +74,13 @@ def tensor_shapes(model_dir: Path) -> Shapes:
 
 
 def _layer(name: str) -> int:
-    """Index of the layer that a tensor is of; -1 of none."""
+    """Return the layer index of a tensor; -1 if it belongs to no layer."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return int(found[1]) if found else -1
 
 
 def each_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors by the names that learners publish: views of each expert's own, where a layer's are joined in two.
+    """Yield the tensors by the names that learners publish. Joined experts become one view per expert.
 
     transformers 5 computes with [experts, 2 * ffn, hidden] `gate_up_proj` and [experts, hidden, ffn] `down_proj`.
     """
@@ -97,7 +98,7 @@ def each_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def base_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a model under an adapter of peft's, by the names that they have without it."""
+    """Return the tensors of a model under a peft adapter, by their names without the adapter."""
     return {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in tensors.items()
@@ -106,20 +107,20 @@ def base_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def module_of(name: str) -> str:
-    """The Hugging Face module that a tensor of an adapter changes; the name itself where it is of no adapter."""
+    """Return the Hugging Face module that an adapter's tensor changes, or the name itself for other tensors."""
     return name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A).removesuffix(LORA_B)
 
 
 def check_update(update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expected: Shapes) -> None:
-    """Refuse an update that would leave the model half replaced, before anything is touched.
+    """Refuse an update that would replace only part of the model, before anything changes.
 
     Args:
-        update: What was published.
-        tensors: What arrived; each with a `shape`.
-        expected: The model's tensors; tied names may be left out of the update.
+        update: The published update.
+        tensors: The tensors that arrived; each has a `shape`.
+        expected: The model's tensors. The update may omit tied names.
 
     Raises:
-        EngineError: A tensor is missing, unknown, or of another shape.
+        EngineError: A tensor is missing, unknown, or has another shape.
     """
     _check_whole({name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected, update.tied)
 
@@ -127,17 +128,17 @@ def check_update(update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expe
 def check_adapter(
     update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expected: Shapes, traits: EngineTraits
 ) -> None:
-    """Refuse an adapter that would not be served whole, or not on its base, before anything is touched.
+    """Refuse an adapter that is incomplete or does not fit its base, before anything changes.
 
     Args:
-        update: What was published, with its adapter.
-        tensors: What arrived; each with a `shape`.
-        expected: The model's tensors; tied names may be left out of the adapter's base.
-        traits: The engine's.
+        update: The published update, with its adapter.
+        tensors: The tensors that arrived; each has a `shape`.
+        expected: The model's tensors. The adapter's base may omit tied names.
+        traits: The engine's traits.
 
     Raises:
-        EngineError: There is no room for it, an A or B is missing, of no matrix of the model, or of another shape, or
-            its base has other tensors than the model.
+        EngineError: The engine has no adapter support; an A or B is missing, matches no matrix of the model, or has
+            another shape; or its base has other tensors than the model.
     """
     adapter = update.adapter
     if adapter is None or not 1 <= adapter.rank <= traits.max_lora_rank:

@@ -101,7 +101,7 @@ class QueueFeed:
 
         Args:
             folder: Of the sessions.
-            queue: Whoever feeds it prompts has issued the sessions' groups.
+            queue: The queue in which the sessions' groups were issued.
         """
         self._folder, self._queue = folder, queue
         self._refused: set[str] = set()

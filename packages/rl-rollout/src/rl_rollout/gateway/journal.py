@@ -1,6 +1,6 @@
 """Sessions on disk: a file each, to which a turn is appended before its client gets the answer.
 
-A file is `MAGIC` and frames of a length, a crc32c and a msgpack record. Its name says what became of the session.
+A file is `MAGIC` and frames of a length, a crc32c and a msgpack record. Its name says the outcome of the session.
 """
 
 import fcntl
@@ -99,12 +99,12 @@ class SessionLog:
     """The file of an open session."""
 
     def __init__(self, session: Session, file: Path, *, size: int) -> None:
-        """Go on with a file.
+        """Continue with a file.
 
         Args:
             session: Whose it is.
             file: Where.
-            size: Bytes of it that are whole; what follows is cut off by the next write.
+            size: Bytes of it that are complete; what follows is cut off by the next write.
         """
         self._session, self._file, self._size = session, file, size
         self._numbers = {sample: number for number, sample in enumerate(session.tree.samples)}
@@ -241,7 +241,7 @@ def session_files(folder: Path, *ends: str) -> list[Path]:
 
 
 def read_session(file: Path, sampling: Callable[[int], SamplingParams] | None = None) -> tuple[Session, int]:
-    """The session in a file, and how many of its bytes are whole: a write that was cut off counts for nothing.
+    """The session in a file, and how many of its bytes are complete: a write that was cut off counts for nothing.
 
     Args:
         file: Which.
@@ -317,7 +317,7 @@ def _state(session: Session) -> _State:
 
 
 def _write(file: Path, content: bytes, *, at: int) -> int:
-    """Append to what is whole of a file, all of it or nothing; gives its new size."""
+    """Append to what is complete of a file, all of it or nothing; gives its new size."""
     descriptor = os.open(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_size != at:

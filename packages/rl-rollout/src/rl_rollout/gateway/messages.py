@@ -52,7 +52,7 @@ class ChatMessage:
         """Equal for messages that say the same.
 
         Reasoning is left out, since most message types cannot carry it; so are the ids of calls, which some frameworks
-        number anew. Arguments count as JSON values, and an assistant's text without its outer white space.
+        number again. Arguments count as JSON values, and an assistant's text without its outer white space.
         """
         content = self.content.strip() if self.role == "assistant" else self.content
         calls = [(call.name, canonical_json(call.arguments)) for call in self.calls]

@@ -171,7 +171,7 @@ class ReplyStream:
         Args:
             text: Of the turn.
             is_reasoning: The prompt has opened the reasoning.
-            openings: What calls begin with; None where a turn cannot be told apart before its end.
+            openings: What calls begin with; None where a turn cannot be distinguished before its end.
             end_token_ids: Tokens that end a turn, which a client does not see.
             is_raw: All that is said is content, as it is.
         """

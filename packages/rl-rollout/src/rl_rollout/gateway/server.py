@@ -64,7 +64,7 @@ class GatewayOptions:
             most.
         max_sessions: Sessions that are open at once.
         grace_s: How long after its wall time a session can still be rewarded and finished; then it is removed.
-        sessions: Folder in which sessions are kept; a gateway that was killed goes on with them. None keeps none.
+        sessions: Folder in which sessions are kept; a gateway that was killed continues them. None keeps none.
         service: How requests are answered.
     """
 
@@ -297,7 +297,7 @@ class Gateway:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    """What is nowhere, in the words of an API."""
+    """An unknown path, as an error of the API."""
     status = error.status_code if isinstance(error, HTTPException) else 404
     refused = RefusedError(f"there is no {request.method} {request.url.path[:200]} here.", kind="not_found_error")
     return JSONResponse(refused.as_openai(), status_code=status)

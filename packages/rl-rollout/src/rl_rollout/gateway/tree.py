@@ -197,7 +197,7 @@ class SessionTree:
         """A trajectory for each leaf, unscored, in the order in which they ended.
 
         A token that several share trains in the first of them; `parent` is the one that trains the last token which a
-        trajectory shares. The extra "turns" says what became of each turn; see `_told`.
+        trajectory shares. The extra "turns" says the outcome of each turn; see `_told`.
         """
         trains = self.trained()
         owners: dict[Sample, int] = {}
@@ -286,10 +286,10 @@ def _placed(path: Sequence[Sample]) -> Iterator[tuple[Sample, int, int]]:
 
 
 def _told(path: Sequence[Sample], owners: Mapping[Sample, int], trains: set[Sample]) -> list[Json]:
-    """What people are shown of the turns of a path.
+    """Description of the turns of a path, for people.
 
-    Of each: the role that asked, the place of what was sampled (start and stop), the output that trains it or why none
-    does, the tools that it called, and tokens that were sampled in its place and train nothing, by reason.
+    Each turn has the role that asked, the sampled tokens' place (start and stop), and the output that trains it or why
+    none does. It also has the tools that it called, and its discarded tokens by reason.
     """
     told: list[Json] = []
     for sample, start, stop in _placed(path):
@@ -313,7 +313,7 @@ def _why_unused(sample: Sample, used: Sample) -> str:
 def _trajectory(
     path: Sequence[Sample], own: Sequence[Sample], name: tuple[str, int, int], parent: int | None
 ) -> Trajectory:
-    """The tokens of a path, of which `own` train."""
+    """The tokens of a path; only `own` train."""
     leaf = path[-1]
     parts = [part for one in path for part in (one.turn.new_ids, one.kept_ids)]
     parts[-1] = leaf.generation.token_ids

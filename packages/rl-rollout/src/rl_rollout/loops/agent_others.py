@@ -40,7 +40,7 @@ class AgentFunction:
 
     @asynccontextmanager
     async def running(self, task: AgentTask) -> AsyncIterator[AgentOutcome]:
-        """What became of the function.
+        """Outcome of the function.
 
         Raises:
             RolloutError: It raised.
@@ -78,7 +78,7 @@ class RemoteAgents:
 
     @asynccontextmanager
     async def running(self, task: AgentTask) -> AsyncIterator[AgentOutcome]:
-        """What became of a session elsewhere.
+        """Outcome of a session elsewhere.
 
         Raises:
             RolloutError: Nobody claimed it, or its worker did not finish it in time.

@@ -96,7 +96,7 @@ class AgentProgram:
 
     @asynccontextmanager
     async def running(self, task: AgentTask) -> AsyncIterator[AgentOutcome]:
-        """What became of the program, once all of it has ended; its workspace is there as long as this is entered.
+        """Outcome of the program, once all of it has ended; its workspace is there as long as this is entered.
 
         Raises:
             RolloutError: It cannot be started; never its own doing.

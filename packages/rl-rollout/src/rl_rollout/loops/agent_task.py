@@ -1,4 +1,4 @@
-"""What an agent is asked to do, and what became of it."""
+"""What an agent is asked to do, and the outcome of it."""
 
 from rl_core.data import Json, Prompt
 from rl_core.record_fields import record
@@ -37,7 +37,7 @@ class AgentTask:
 
 @record
 class AgentOutcome:
-    """What became of an agent.
+    """Outcome of an agent.
 
     Attributes:
         run: How its program ran; None where it was none.

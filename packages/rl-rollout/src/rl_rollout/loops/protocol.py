@@ -81,12 +81,15 @@ class LoopContext:
 class AgentLoop(Protocol):
     """Runs the sessions of one prompt.
 
-    A loop may also have `async def start(self, tokenizer: PromptTokenizer | None) -> None`, which is awaited once
-    before the first group and refuses what cannot work; `def close(self) -> None`; `async def check(self, tokenizer:
-    PromptTokenizer | None) -> list[str]`, which the trainers await before they load a model: it refuses what `start`
-    would, leaves nothing running, and gives lines for the plan of a dry run; and, where what its reward judges can be
-    told from the trajectories, `def judged(self, session: SessionResult, context: LoopContext) -> Judged`, so that
-    stored sessions can be scored again.
+    A loop may also have these methods:
+
+    - `async def start(self, tokenizer: PromptTokenizer | None) -> None`, awaited once before the first group; it raises
+      if the loop cannot work.
+    - `def close(self) -> None`.
+    - `async def check(self, tokenizer: PromptTokenizer | None) -> list[str]`, awaited before a model loads. It raises
+      what `start` would raise, leaves nothing running, and returns lines for the plan of a dry run.
+    - `def judged(self, session: SessionResult, context: LoopContext) -> Judged`, if the input of its reward follows
+      from the trajectories, so that stored sessions can be scored again.
     """
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:

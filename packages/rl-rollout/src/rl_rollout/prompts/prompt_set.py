@@ -1,4 +1,4 @@
-"""All prompts of some files, checked and tokenized before anything heavy starts."""
+"""All prompts of some files, checked and tokenized before models load."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

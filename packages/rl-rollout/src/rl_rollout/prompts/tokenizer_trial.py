@@ -1,6 +1,6 @@
 """Run as a script, in a child: loads a tokenizer and a chat template of strangers, and uses them once.
 
-What they raise is no matter here: whoever uses them says it. What matters is what no `except` can catch.
+What they raise does not matter here, because their caller reports it. This catches crashes that no `except` can.
 """
 
 import json

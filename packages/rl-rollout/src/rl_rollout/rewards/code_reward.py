@@ -31,7 +31,7 @@ OUT_OF_TIME = ("wall_time",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one test.
+    """Outcome of one test.
 
     Attributes:
         is_passed: True when the program did what it should.

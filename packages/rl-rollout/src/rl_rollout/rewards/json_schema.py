@@ -20,8 +20,8 @@ class JsonSchemaReward:
 
     The schema is the option, or the row's column, or else the ground truth; a text is read as JSON. A response
     is JSON as it stands, or its last fenced block is. Components: `parsed`, `valid` and `timed_out`; with is_fractional
-    `fitting`, the share of the schema's top-level properties (its `properties` and `required`) that are there
-    where required, and valid. References to other documents are not fetched.
+    `fitting`, the share of the schema's top-level properties (its `properties` and `required`) that are
+    valid, and present if required. References to other documents are not fetched.
 
     Attributes:
         schema: The same schema for all rows.

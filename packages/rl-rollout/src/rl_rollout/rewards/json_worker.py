@@ -105,7 +105,7 @@ def first_error(validator: Any, found: Json) -> str | None:
 
 
 def fitting_share(validator: Any, schema: Json, found: Json) -> float:
-    """The share of the schema's top-level properties that are there where required, and valid."""
+    """Share of the schema's top-level properties that are valid, and present if required."""
     properties = schema.get("properties", {}) if isinstance(schema, Mapping) else {}
     required = set(schema.get("required", ())) if isinstance(schema, Mapping) else set()
     names = sorted({*properties, *required})

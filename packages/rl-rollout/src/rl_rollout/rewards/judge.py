@@ -37,7 +37,7 @@ class JudgeModel:
     """A started engine that judges, and its tokens; it may be the policy's engine or another.
 
     Attributes:
-        engine: Any RolloutEngine; whoever made it starts and closes it.
+        engine: Any RolloutEngine; its owner starts and closes it.
         encode: Token ids of what the judge is asked, chat template and all.
         decode: Text of each token sequence.
     """
@@ -68,7 +68,7 @@ class JudgeReward:
     Component: `score`, as the judge gave it; its answer is in the extras.
 
     Attributes:
-        model: Engine and tokens of the judge; no setting, given by whoever builds the reward.
+        model: The judge's engine and tokens; not a setting, passed by the code that builds the reward.
         template: What is asked, with {prompt}, {response}, {ground_truth}, {data_source}, {column:NAME}; other
             braces stand for themselves.
         parse: "number" takes the last number, "yes_no" the last yes (1) or no (0), and anything else is a regular

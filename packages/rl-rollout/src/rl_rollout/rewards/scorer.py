@@ -28,7 +28,7 @@ NOT_WORTH_A_RETRY = (DataError, SettingsError, MissingExtraError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """What became of one reward call; exactly one of result and failure is set.
+    """Outcome of one reward call; exactly one of result and failure is set.
 
     Attributes:
         result: The reward.
@@ -145,7 +145,7 @@ class RewardScorer:
         return scored
 
     async def rehearse(self, prompt: Prompt) -> None:
-        """Score an empty response to a prompt, to find a broken function before anything heavy starts.
+        """Score an empty response to a prompt, to find a broken function before models load.
 
         A function with a `rehearse(prompt)` of its own, such as one that needs an engine, is asked for that.
 

@@ -1,4 +1,4 @@
-"""Groups to generate, and what becomes of them: as generated, as a filter refused them, or as the queue has them."""
+"""Groups to generate, and the outcome of them: as generated, as a filter refused them, or as the queue has them."""
 
 from rl_core.data import Prompt
 from rl_core.queue import LedgerEntry
@@ -26,7 +26,7 @@ class Dispatch:
 
 @record
 class GroupEvent:
-    """What became of a group.
+    """Outcome of a group.
 
     Attributes:
         uid: Its prompt.
@@ -101,7 +101,7 @@ def is_refused(entry: LedgerEntry) -> bool:
 
 
 def generated_event(group: GroupResult, *, refused: str | None) -> GroupEvent:
-    """What became of a group whose sessions were all generated at once.
+    """Outcome of a group whose sessions were all generated at once.
 
     Args:
         group: With what was generated.
@@ -118,7 +118,7 @@ def generated_event(group: GroupResult, *, refused: str | None) -> GroupEvent:
 
 
 def queued_event(entry: LedgerEntry) -> GroupEvent | None:
-    """What became of a group as the queue has it, whoever generated which session; None while some are missing."""
+    """Outcome of a group in the queue, from any generator; None while sessions are missing."""
     if entry.state == "settled":
         oldest, newest = entry.policy_versions or (None, None)
         return GroupEvent(uid=entry.prompt_uid, oldest=oldest, newest=newest)

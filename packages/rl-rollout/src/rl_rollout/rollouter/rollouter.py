@@ -61,7 +61,7 @@ class RollouterOptions:
 class Rollouter:
     """Generates what it is told to, and puts whole groups into the queue.
 
-    It decides nothing: its caller says what to generate, and when weights are replaced. Whoever derives from it sets
+    It decides nothing: its caller says what to generate, and when weights are replaced. A subclass sets
     `engine` and `rollout`, both started, before anything else is asked.
 
     Attributes:
@@ -147,7 +147,7 @@ class Rollouter:
         self._spawn(self._generate(dispatches))
 
     async def events(self, *, wait_s: float) -> list[GroupEvent]:
-        """What became of groups since the last call; waits for the first, and gives none when the time is up.
+        """Outcome of groups since the last call; waits for the first, and gives none when the time is up.
 
         Raises:
             DeadlineError: A group took longer than `deadline_s`.
@@ -183,7 +183,7 @@ class Rollouter:
         """Add engines or take some away, while everything goes on; gives how many there are now.
 
         Args:
-            count: How many there shall be.
+            count: The new number.
             make: Makes another one, not started, by its index.
 
         Raises:
@@ -309,7 +309,7 @@ class Rollouter:
                 tasks.create_task(replay(one))
 
     async def _settle(self, group: GroupResult, dispatch: Dispatch) -> None:
-        """Put a group into the queue, and tell what became of it."""
+        """Put a group into the queue, and tell the outcome of it."""
         uid = group.prompt.uid
         now = time.monotonic()
         since, version = self._running.get(uid, (now, None))  # it may not have been submitted
@@ -330,7 +330,7 @@ class Rollouter:
         self._refuse_to_fail_for_ever(group)
 
     async def _event_of(self, group: GroupResult, refused: str | None, missing: frozenset[int]) -> GroupEvent:
-        """What became of a group; where only some sessions were missing, the queue has the others."""
+        """Outcome of a group; where only some sessions were missing, the queue has the others."""
         if len(missing) < len(group.sessions):
             for entry in await asyncio.to_thread(self._queue.ledger):
                 if entry.prompt_uid == group.prompt.uid and (event := queued_event(entry)) is not None:
@@ -368,7 +368,7 @@ class Rollouter:
 
 
 def awaited_outside(rollout: Rollout) -> str:
-    """Whom sessions wait for that no engine works on."""
+    """What sessions wait for while no engine works on them."""
     return f"the reward {rollout.scorer.name}" if rollout.scorer.num_scoring else "tools"
 
 

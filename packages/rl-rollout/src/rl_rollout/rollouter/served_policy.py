@@ -9,7 +9,7 @@ from rl_core.record_fields import record
 from rl_rollout.engines.protocol import RolloutEngine, TokenScores
 
 TRIES = 3
-"""How often tokens are scored anew because the weights were replaced meanwhile."""
+"""How often tokens are scored again because the weights were replaced meanwhile."""
 
 
 @record

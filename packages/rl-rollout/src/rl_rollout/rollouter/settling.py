@@ -25,7 +25,7 @@ def settle(
         groups: Whole groups.
         put: Puts the trajectories; None puts them with the columns that they have.
         only: Sessions that are still to be settled; None settles all.
-        refused: Why none of the sessions shall train; None where they shall.
+        refused: Why no session may train; None if they may.
     """
     if put is None:
         put = lambda pairs: queue.put_batch(Batch.from_trajectories([row for _, row in pairs]))

@@ -1,4 +1,4 @@
-"""Programs and commands that nobody trusts, each in processes of its own under limits, of which nothing is left."""
+"""Run untrusted programs and commands in separate, limited processes, and remove everything they leave."""
 
 from rl_rollout.sandbox.options import GUARANTEES, Level, ProgramRun, SandboxLimits, SandboxOptions
 from rl_rollout.sandbox.sandbox import Command, Sandbox

@@ -1,7 +1,7 @@
 """The first process of a sandbox: makes it, runs one program in it, ends everything that the program left.
 
 The package starts this file as a script, isolated from the packages: it imports the standard library alone. Its
-standard input begins with a specification; its standard output and error are the program's; what became of the
+standard input begins with a specification; its standard output and error are the program's; the outcome of the
 program goes to a pipe that the program does not have.
 """
 

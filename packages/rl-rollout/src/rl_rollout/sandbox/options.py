@@ -1,4 +1,4 @@
-"""What a sandbox lets a program do and take, and what became of the program."""
+"""What a sandbox lets a program do and take, and the outcome of the program."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Literal
@@ -79,7 +79,7 @@ class SandboxOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramRun:
-    """What became of a program.
+    """Outcome of a program.
 
     Attributes:
         ended: "exited" by itself (or by a signal, a CPU or address space limit), or which limit ended it.

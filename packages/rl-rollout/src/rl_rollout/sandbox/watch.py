@@ -48,7 +48,7 @@ def supervise(spec: Spec, status_fd: int, program: int) -> None:
 
 
 def awaited_signals() -> set[signal.Signals]:
-    """That a child ended; that all shall end, except in a namespace, whose first process hears nobody inside."""
+    """A child ended; or all must end, except in a namespace, whose first process ignores signals from inside."""
     return {signal.SIGCHLD} if os.getpid() == 1 else {signal.SIGCHLD, signal.SIGTERM}
 
 

@@ -149,7 +149,7 @@ class AsyncSimulation:
         self._note_begun(self._pool.add(responses, now=self._now))
 
     def _finish_groups(self, *, until: float) -> None:
-        """Let responses end until a group is whole: before that, there is nothing to decide."""
+        """Let responses end until a group is complete: before that, there is nothing to decide."""
         pool, missing, version = self._pool, self._missing, self._scheduler.served_version
         is_whole = False
         while not is_whole and (end := pool.next_end()) < until:

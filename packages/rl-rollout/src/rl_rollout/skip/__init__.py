@@ -1,4 +1,4 @@
-"""Skip caches: rollouts are stored as they are made, and given back in place of new ones. Loads no zarr."""
+"""Skip caches: rollouts are stored as they are made, and returned in place of new ones. Loads no zarr."""
 
 from rl_rollout.skip.cache import SkipCache, StepRollouts
 from rl_rollout.skip.entry_folder import open_folder

@@ -52,7 +52,7 @@ class EntryReport(msgspec.Struct, frozen=True, kw_only=True):
         counts: How much it holds.
         size_bytes: All its files; for a broken entry, those that could be listed.
         fingerprint: What it was made from.
-        fault: Why it is broken or cannot be read; None when it is whole.
+        fault: Why it is broken or cannot be read; None when it is complete.
     """
 
     name: str

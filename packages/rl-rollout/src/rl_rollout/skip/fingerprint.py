@@ -200,7 +200,7 @@ def _prompt_differences(stored: list[Json], live: list[Json]) -> Iterator[Differ
     yield Difference(
         name="prompts",
         stored=f"{len(stored)} prompts",
-        live=f"{len(live)}, of which {num_same} are the same in the same place; the first other one is prompt {first}",
+        live=f"{len(live)}; {num_same} are the same in the same place; the first different one is prompt {first}",
     )
 
 

@@ -44,7 +44,7 @@ sampled by one version throughout. `expert_shapes` has layers and top_k of each 
 entry without any has neither it nor `routed_experts`."""
 EXPERTS = {"routed_experts", "expert_shapes"}
 ROWS_AT_ONCE = 32
-"""Of which versions are computed together: what that takes on the way stays in the processor's cache."""
+"""Rows whose versions are computed together, so that intermediate values stay in the processor's cache."""
 MAX_RECORDS_BYTES = 1 << 28
 MAX_RECORDS_VALUES = 1 << 23
 

@@ -1,4 +1,4 @@
-"""Entries of a skip cache: written whole, and read only when they are whole."""
+"""Entries of a skip cache: written whole, and read only when they are complete."""
 
 import secrets
 import time

@@ -210,7 +210,7 @@ def _plain(character: str) -> str:
 
 
 def _fault(fault: Fault) -> str:
-    """What is broken; the path is whole, the reason cut."""
+    """What is broken; the path is complete, the reason cut."""
     return f"{printable(fault.path, width=None)}: {printable(fault.reason, width=MAX_REASON)}"
 
 

@@ -207,7 +207,7 @@ async def _streamed(engine: RolloutEngine, request: GenerateRequest) -> list[New
 
 
 def _samples(pieces: Sequence[NewTokens]) -> list[Generation]:
-    """The samples of which these are all pieces."""
+    """The complete samples of these pieces."""
     last = {piece.sample_index: piece.ended for piece in pieces if piece.ended is not None}
     for index, sample in last.items():
         own = [piece for piece in pieces if piece.sample_index == index]

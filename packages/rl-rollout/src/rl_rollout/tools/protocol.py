@@ -58,7 +58,7 @@ class ToolCall:
 
 @record
 class ToolResult:
-    """What became of a call.
+    """Outcome of a call.
 
     Attributes:
         call: The call.

@@ -25,7 +25,7 @@ class CallOptions:
     Attributes:
         timeout_s: Longest time of one call.
         max_result_chars: Longest result, in characters.
-        on_large_result: What becomes of a longer one: its beginning with a note, or an error.
+        on_large_result: Outcome of a longer one: its beginning with a note, or an error.
         max_concurrency: Calls at once, over all sessions.
     """
 

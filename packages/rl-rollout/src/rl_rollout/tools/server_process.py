@@ -1,4 +1,4 @@
-"""Becomes a server that ends with this program's parent, and nothing of which outlives it.
+"""Become a server that ends with this program's parent, together with all its processes.
 
 `python -I -S server_process.py GUARD MARK PARENT COMMAND...`, in a session of its own. It needs the standard library
 alone. `GUARD` is the file of `rl_core.cluster.processes.guard`, which then watches this process and its parent. When

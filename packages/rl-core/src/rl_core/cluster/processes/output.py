@@ -33,7 +33,7 @@ class FileOutput:
         self._start = 0
 
     def open_for_child(self) -> IO[bytes]:
-        """What the child's stdout and stderr shall be."""
+        """The child's stdout and stderr."""
         self._file = self.path.open("ab")
         self._start = self._file.tell()
         return self._file
@@ -58,7 +58,7 @@ class PrefixedOutput:
         self._thread: threading.Thread | None = None
 
     def open_for_child(self) -> int:
-        """What the child's stdout and stderr shall be."""
+        """The child's stdout and stderr."""
         return subprocess.PIPE
 
     def started(self, process: "subprocess.Popen[bytes]") -> None:

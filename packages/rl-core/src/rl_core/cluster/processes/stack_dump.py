@@ -18,7 +18,7 @@ from rl_core.cluster.stacks import MAX_TEXT, NOT_ANSWERED, cut_middle
 
 POLL_S = 0.01
 SETTLED_S = 0.1
-"""A dump that has not grown for so long is whole; nothing marks its end."""
+"""A dump that has not grown for this long is complete; nothing marks its end."""
 _STATES = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "D": "waits in the kernel", "Z": "has ended"}
 
 
@@ -26,7 +26,7 @@ def register_dump(mark: str) -> None:
     """Have this process write its stacks on a signal, into a file in memory; nothing where there is no such signal.
 
     Args:
-        mark: Of this role's incarnation; whoever asks finds the file by it.
+        mark: Mark of this role's incarnation, by which the file is found.
     """
     if sys.platform == "linux":
         descriptor = os.memfd_create(_file_name(mark))

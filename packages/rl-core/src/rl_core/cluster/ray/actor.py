@@ -122,7 +122,7 @@ class RoleActor:
         return to_wire(answer)
 
     async def skip(self, frame: int) -> None:
-        """A frame was lost on its way: those behind it shall not wait for it."""
+        """A frame was lost: later frames must not wait for it."""
         async with self._moved:
             await self._moved.wait_for(lambda: self._num_begun >= frame)
             if self._num_begun == frame:

@@ -52,7 +52,7 @@ class RayReserver:
 
 
 def free_pools_of(mark: str) -> None:
-    """Give back what a role that is gone had reserved, and its descendants: Ray keeps it while their driver lives.
+    """Release what a dead role and its descendants had reserved; Ray keeps it while their driver is alive.
 
     It raises nothing: what Ray refuses is warned of.
 
@@ -94,10 +94,10 @@ def check_room(pool: ResourcePool) -> None:
 
 
 def say_free() -> str:
-    """What the cluster has, and what is free of it."""
+    """The cluster's resources, and the free ones."""
     untyped: Any = ray
     there, free = untyped.cluster_resources(), untyped.available_resources()
-    return f"the Ray cluster has {_describe(there)}, of which {_describe(free)} are free"
+    return f"the Ray cluster has {_describe(there)}; free: {_describe(free)}"
 
 
 def ray_nodes() -> list[dict[str, Any]]:

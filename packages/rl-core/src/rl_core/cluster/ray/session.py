@@ -81,7 +81,7 @@ def start_ray(options: RayOptions | None = None) -> Any:
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         if "RAY_AUTH_MODE" not in os.environ:  # `ray.init` sets it where it starts Ray; else nobody has chosen
             warnings.warn(
-                "Ray runs without token authentication: whoever reaches its ports can run code. Set "
+                "Ray runs without token authentication: anyone who reaches its ports can run code. Set "
                 "RAY_AUTH_MODE=token before Ray is started and joined, or disabled if that is meant.",
                 stacklevel=2,
             )

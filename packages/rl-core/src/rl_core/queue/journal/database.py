@@ -301,7 +301,7 @@ def _refuse_foreign(connection: sqlite3.Connection, directory: Path) -> None:
     if not tables and segments:
         raise JournalError(
             f"{directory} has {len(segments)} segments and an empty {DATABASE}: the journal was lost. Bring it back, "
-            "or remove the segments to begin anew."
+            "or remove the segments to start again."
         )
     if tables and not tables >= {"meta", "groups", "segments"}:
         raise JournalError(

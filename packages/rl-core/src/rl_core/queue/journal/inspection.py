@@ -140,7 +140,7 @@ def _log_of(database: Path) -> Path:
 def _opened(database: Path) -> Iterator[sqlite3.Connection]:
     """A connection that changes nothing, in one read transaction.
 
-    With a log there may be a server, and SQLite reads beside it; its index of the log may be written anew. Where it
+    With a log there may be a server, and SQLite reads beside it; its index of the log may be rewritten. Where it
     cannot be, on a read-only file system, database and log are copied first. Without a log everything is in the
     database, which is read as it lies: SQLite would leave a log and an index behind.
     """

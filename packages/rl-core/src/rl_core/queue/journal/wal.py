@@ -68,7 +68,7 @@ def _end_of_turn(content: bytes, place: int, salts: tuple[int, int], frame_bytes
 
 
 def _sums(start: tuple[int, int], content: bytes, order: str) -> tuple[int, int]:
-    """SQLite's checksum: two sums modulo 2**32, each of which takes in the other."""
+    """SQLite's checksum: two sums modulo 2**32, each including the other."""
     first, second = start
     whole = content[: len(content) // 8 * 8]
     for one, two in np.frombuffer(whole, dtype=f"{order}u4").reshape(-1, 2).tolist():

@@ -26,7 +26,7 @@ from rl_core.queue.payload import Prepared, prepare_segment
 
 SMALLEST_BYTES = 1 << 16
 SPARE_BYTES = 1 << 30
-"""Free slots beyond this are given back to the system."""
+"""Free slots beyond this are returned to the system."""
 
 SLOT_NAME = re.compile(r"[0-9A-Za-z-]{1,100}\.slot")
 MAX_CAPACITY = 1 << 62
@@ -101,7 +101,7 @@ class SlotPool:
             segment_size(map_slot(self._folder, place))
 
     def remove_others(self, places: list[Any]) -> int:
-        """Remove the slots that are not among these, and say how many; whoever looks at one still can."""
+        """Remove all other slots and return their number; open views stay valid."""
         kept = {place[0] for place in places if isinstance(place, list)}
         others = [path for path in self._folder.glob("*.slot") if path.name not in kept]
         for path in others:

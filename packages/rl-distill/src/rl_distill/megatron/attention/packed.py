@@ -1,6 +1,6 @@
 """Core attention over a pack: rotary embedding, then flash attention, or one call for each bucket of segments.
 
-Segments are whole trajectories where none begins as another does; else `prefix_attention` has the buckets. A padded
+Segments are complete trajectories where none begins as another does; else `prefix_attention` has the buckets. A padded
 place stands after its segment's tokens, so that the causal mask alone keeps it out of their attention, and nothing
 comes back from it.
 """

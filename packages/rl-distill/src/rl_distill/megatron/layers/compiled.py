@@ -69,9 +69,9 @@ class _Compiled(Generic[P, R]):
 
 
 def _compile(function: Callable[P, R]) -> Callable[P, R]:
-    """In this process: every rank's own pool of compiling processes would take longer to start than it saves.
+    """Compile in this process: a pool of compiling processes per rank would take longer to start than it saves.
 
-    Whole, so that of a function of which it has compiled too many forms it says so.
+    `fullgraph=True` makes torch report a function with too many compiled forms.
     """
     return torch.compile(function, dynamic=True, fullgraph=True, options={"compile_threads": 1})
 

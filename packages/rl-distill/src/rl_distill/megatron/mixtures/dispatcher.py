@@ -77,7 +77,7 @@ class LocalDispatcher:
 
 
 class _ToExperts(torch.autograd.Function):
-    """A row for each expert of each token; order [T * top_k] says of which, places [T, top_k] where they are."""
+    """One row per expert of each token; order [T * top_k] has their tokens, places [T, top_k] their positions."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:

@@ -188,7 +188,7 @@ def _total(weight: Tensor) -> Tensor | None:
 
 
 def _own(weight: Tensor, total: Tensor | None) -> Tensor | None:
-    """The gradient that autograd shall have; where it is in megatron's buffer, something in its place."""
+    """The gradient for autograd; a placeholder if it is in Megatron's buffer."""
     return total if total is None or not hasattr(weight, "main_grad") else gradient_elsewhere(weight)
 
 

@@ -1,4 +1,4 @@
-"""Several equal engines as one: requests are spread, and what a dead engine owed goes to the others."""
+"""Several equal engines as one. Requests are spread, and those of a dead engine move to the others."""
 
 import asyncio
 import time
@@ -39,17 +39,17 @@ __all__ = ["ReplicatedEngine", "publish_to"]
 log = structlog.get_logger(__name__)
 
 NO_PREFIX = np.zeros(0, dtype=np.int32)
-"""What is scored is computed whole, whoever has computed its beginning before."""
+"""Scoring computes the whole sequence, even if a replica has its prefix cached."""
 REMOVE_DEADLINE_S = 600.0
-"""How long a replica that is removed may go on with its requests; then they move."""
+"""Seconds that a removed replica may continue its requests before they move."""
 
 
 class ReplicatedEngine:
     """A `RolloutEngine` over equal engines.
 
-    A request goes to one of them (see `Router`), and to another when that one dies. A replica that was restarted
-    (`EnginePlacement.max_restarts`) or added gets the current weights with proof before it serves; one that missed an
-    update does not serve.
+    Each request goes to one of them (see `Router`), and to another if that one dies. A restarted
+    (`EnginePlacement.max_restarts`) or added replica gets the current weights with proof before it serves. A replica
+    that missed an update does not serve.
     """
 
     def __init__(self, replicas: Sequence[RolloutEngine], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,7 +57,7 @@ class ReplicatedEngine:
 
         Args:
             replicas: The engines.
-            clock: Seconds, for `loads`.
+            clock: Returns seconds, for `loads`.
         """
         if not replicas:
             raise NotReadyError("a replicated engine needs at least one engine; found none.")
@@ -72,7 +72,7 @@ class ReplicatedEngine:
 
     @property
     def traits(self) -> EngineTraits:
-        """Of one of them; the least of their limits."""
+        """Traits of one engine, with the smallest limits of all."""
         traits = [replica.engine.traits for replica in self._replicas.members if not replica.is_joining]
         return replace(
             traits[0],
@@ -85,29 +85,29 @@ class ReplicatedEngine:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that there are: also those that are being started or removed, or are dead."""
+        """Number of replicas, including those that are starting, leaving or dead."""
         return len(self._replicas.members)
 
     @property
     def num_serving(self) -> int:
-        """Replicas that take requests now."""
+        """Number of replicas that accept requests now."""
         return len(self._replicas.serving)
 
     @property
     def is_waiting_for_weights(self) -> bool:
-        """True while a replica needs a publication, because the weights that it missed are gone."""
+        """True while a replica needs another publication because the weights that it missed are gone."""
         return bool(self._weights.waiting)
 
     def loads(self) -> list[EngineLoad]:
-        """What each replica does, and has done so far; those that were removed are not among them."""
+        """Return the load of each replica so far, without removed ones."""
         return [replica.load for replica in self._replicas.members]
 
     async def stacks(self, *, deadline_s: float) -> dict[int, str]:
-        """What the process of each replica does right now, answering or not; replicas in this process are left out."""
+        """Return the stacks of each replica's process, responding or not. Replicas in this process are omitted."""
         return await self._replicas.stacks(deadline_s=deadline_s)
 
     async def start(self) -> None:
-        """Start all of them at once; where one cannot, none is left."""
+        """Start all replicas at once. If one fails, close all."""
         engines = [replica.engine for replica in self._replicas.members]
         started = await asyncio.gather(*(engine.start() for engine in engines), return_exceptions=True)
         errors = [error for error in started if isinstance(error, BaseException)]
@@ -118,18 +118,18 @@ class ReplicatedEngine:
             replica.meter.begin_life()
 
     async def add(self, engine: RolloutEngine) -> int:
-        """Start one more, and give it the present weights with their proof; then it serves.
+        """Start another replica, and send it the current weights with their proof. Then it serves.
 
         Args:
-            engine: Equal to the others, and not started yet; closed where this fails.
+            engine: Equal to the others, and not started. Closed on failure.
 
         Returns:
-            Its index, which no other one gets.
+            Its index, which is never reused.
 
         Raises:
-            EngineError: It could not start, or is another model.
-            WeightProofError: It serves something else than the weights that it was given.
-            DeadlineError: The present weights are gone, and no others were published.
+            EngineError: It cannot start, or has another model.
+            WeightProofError: It serves other weights than those it received.
+            DeadlineError: The current weights are gone, and no others were published.
         """
         replica = self._enter(engine, is_joining=True)
         try:
@@ -148,17 +148,17 @@ class ReplicatedEngine:
         return replica.index
 
     async def remove(self, index: int, *, deadline_s: float = REMOVE_DEADLINE_S) -> EngineLoad:
-        """Let a replica end its requests, without new ones, and close it.
+        """Drain a replica and close it.
 
         Args:
-            index: As `add` gave it; those of the beginning are numbered from 0.
-            deadline_s: Requests that it still has then begin anew on others, with the same seeds.
+            index: Index from `add`. The first replicas are numbered from 0.
+            deadline_s: Seconds after which its remaining requests restart on others, with the same seeds.
 
         Returns:
-            What it has done in all.
+            Its final load.
 
         Raises:
-            EngineError: There is no such replica, it is being removed already, or it is the last one that serves.
+            EngineError: The replica does not exist, is already being removed, or is the last one that serves.
         """
         replica = self._replicas.get(index)
         self._check_dispensable(replica)
@@ -200,7 +200,7 @@ class ReplicatedEngine:
         return await self._score("score_with_experts", sequences, np.concatenate([NO_PREFIX, *sequences]))
 
     async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
-        """See `RolloutEngine.score_top_k`; the sequences are spread over the replicas, by load alone."""
+        """See `RolloutEngine.score_top_k`. Spreads the sequences over the replicas by load alone."""
         check_top_k(top_k, self.traits)
         for sequence in sequences:
             check_sequence(sequence, self.traits)
@@ -226,9 +226,9 @@ class ReplicatedEngine:
         drain: bool = False,
         drain_deadline_s: float = DRAIN_DEADLINE_S,
     ) -> PublishReport:
-        """See `publish_to`; a replica that dies on the way gets the update when it is there again.
+        """See `publish_to`. A replica that dies meanwhile gets the update after its restart.
 
-        Each replica is drained by itself: those that have the update already take the requests that come.
+        Each replica drains separately. Replicas that already have the update accept new requests.
         """
         if drain and self._is_paused:
             raise EngineError("a paused engine does not end what it has: resume it, or publish without drain.")
@@ -252,7 +252,7 @@ class ReplicatedEngine:
         return joined_report(reports)
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """See `RolloutEngine.update_weights`; the receipt is that of a replica that serves something else, if any."""
+        """See `RolloutEngine.update_weights`. Returns the receipt of a replica with other weights, if any."""
         published = Published(update=update)
 
         async def take(replica: Replica) -> WeightReceipt:
@@ -304,7 +304,7 @@ class ReplicatedEngine:
         self._sleep_level = 0
 
     async def close(self) -> None:
-        """See `RolloutEngine.close`; the first error is raised when all are closed."""
+        """See `RolloutEngine.close`. Raises the first error after all are closed."""
         self._replicas.close()
         engines = [replica.engine for replica in self._replicas.members]
         closed = await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
@@ -373,7 +373,7 @@ class ReplicatedEngine:
         return [report for report in reports if report is not None]
 
     async def _follow(self, engine: RolloutEngine | EngineCalls) -> None:
-        """Let an engine that was just started pause and sleep as the others do."""
+        """Put a newly started engine into the same pause and sleep state as the others."""
         is_paused, level = False, 0
         while (is_paused, level) != (self._is_paused, self._sleep_level):
             if is_paused != self._is_paused:

@@ -1,4 +1,4 @@
-"""One of several equal engines: what it serves, who is with it, and what becomes of it."""
+"""One of several equal engines, with its weights, requests and state."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,19 +13,19 @@ from rl_rollout.engines.tickets import Ticket
 from rl_rollout.engines.waiting import Changes, Turn
 
 LIVING: Mapping[str, EngineState] = {"starting": "starting", "serving": "serving", "restarting": "restarting"}
-"""What the process of an engine that is not dead does, in the words of roles."""
+"""State of an engine in this process that is not dead, in the terms of roles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Published:
-    """What every replica must serve.
+    """The weights that every replica must serve.
 
     Attributes:
-        update: None for what engines load by themselves.
-        canary: None where nothing but the receipt proves it.
-        tolerances: Of the proof.
-        drain_deadline_s: How long a replica may take to end its requests before it takes this; None where they go on
-            under the new weights.
+        update: None for the weights that engines load themselves.
+        canary: Prompts for the proof. None relies on the receipt.
+        tolerances: Tolerances of the proof.
+        drain_deadline_s: Maximum seconds for a replica to end its requests before it takes the update. None lets them
+            continue under the new weights.
     """
 
     update: WeightUpdate | None = None
@@ -35,39 +35,39 @@ class Published:
 
 
 FROM_DISK = Published()
-"""What an engine serves before its first update."""
+"""The weights that an engine serves before its first update."""
 
 
 class Replica:
     """An engine of a `ReplicatedEngine`.
 
     Attributes:
-        index: Its number; those of replicas that went are not given again.
+        index: Its index. Indices of removed replicas are not reused.
         engine: The engine.
-        served: What it serves; None where that is not known.
-        report: Of the proof that it serves that, where there was a canary.
-        updating: Whose turn it is to give it weights.
-        tickets: The requests that are with it, asked or not yet.
-        meter: Counts what it does.
-        failure: Why it answers no more.
-        incarnation: 1, and one more each time it was started again.
+        served: The weights it serves. None if unknown.
+        report: Report of the proof, if there was a canary.
+        updating: Lock for sending it weights.
+        tickets: Its requests, running or waiting.
+        meter: Measures its load.
+        failure: Why it no longer answers.
+        incarnation: 1, plus 1 per restart.
         is_joining: True until it has been added.
-        is_leaving: It is to be removed, and takes no more requests.
-        is_draining: It ends its requests before it takes weights, and takes no more until it has them.
-        is_gone: It was removed.
+        is_leaving: Whether it is being removed and accepts no more requests.
+        is_draining: Whether it ends its requests before a weight update, and accepts none until it has the weights.
+        is_gone: Whether it was removed.
     """
 
     def __init__(
         self, index: int, engine: RolloutEngine, *, meter: LoadMeter, changes: Changes, is_joining: bool = False
     ) -> None:
-        """An engine that is not started yet.
+        """Wrap an engine that is not started yet.
 
         Args:
-            index: Its number.
+            index: Its index.
             engine: The engine.
-            meter: Counts what it does.
-            changes: Where it is announced that it has nothing to do any more.
-            is_joining: It is being added.
+            meter: Measures its load.
+            changes: Announces when it becomes idle.
+            is_joining: Whether it is being added.
         """
         self.index = index
         self.engine = engine
@@ -87,7 +87,7 @@ class Replica:
 
     @property
     def state(self) -> EngineState:
-        """What it does; a draining one ends what it has, and takes no more."""
+        """Its state. A draining replica finishes its requests and accepts no more."""
         if self.is_joining:
             return "starting"
         state = self._process_state
@@ -97,17 +97,17 @@ class Replica:
 
     @property
     def is_running(self) -> bool:
-        """True while it can be asked, though it may take no more requests."""
+        """True while it can answer, even if it accepts no more requests."""
         return not self.is_joining and self._process_state == "serving"
 
     @property
     def is_staying(self) -> bool:
-        """True while it can be asked, and takes requests, or will once it was drained."""
+        """True while it can answer, and accepts requests now or after it has drained."""
         return self.is_running and not self.is_leaving
 
     @property
     def is_coming_back(self) -> bool:
-        """True while it does not answer, but will; one that is being added was not there before."""
+        """True while it restarts. A replica that is being added was not there before, so it does not count."""
         return not self.is_leaving and not self.is_joining and self.state in ("starting", "restarting")
 
     @property
@@ -118,22 +118,22 @@ class Replica:
 
     @property
     def num_running(self) -> int:
-        """Samples that it was asked for, and has not ended."""
+        """Number of samples in progress."""
         return self.meter.num_running
 
     @property
     def load(self) -> EngineLoad:
-        """What it has done so far."""
+        """Its load so far."""
         return self.meter.load(self.index, self.state if self.meter.is_alive else "starting")
 
     @property
     def death(self) -> EngineDiedError | None:
-        """Why it serves no more; one may die while nobody asks it anything."""
+        """Why it no longer serves. It may die while it has no requests."""
         return self.failure or (self.engine.death if isinstance(self.engine, ProcessEngine) else None)
 
     @contextmanager
     def carrying(self, ticket: Ticket) -> Iterator[None]:
-        """A request is with it."""
+        """Context in which it holds a request."""
         self.tickets.add(ticket)
         try:
             yield
@@ -143,7 +143,7 @@ class Replica:
 
     @contextmanager
     def answering(self, ticket: Ticket) -> Iterator[None]:
-        """It is asked."""
+        """Context in which it runs a request."""
         ticket.is_asked = True
         self.meter.begin(ticket.num_samples)
         try:
@@ -155,15 +155,15 @@ class Replica:
                 self._changes.announce()
 
     async def emptied(self) -> None:
-        """Wait until no request is with it."""
+        """Wait until it holds no requests."""
         while self.tickets:
             await self._left.next()
 
     def note_death(self, error: EngineDiedError, incarnation: int) -> bool:
-        """It has died in this incarnation; where it is started again, it has the weights that it had at first.
+        """Record that it died in this incarnation. After a restart, it has its initial weights again.
 
         Returns:
-            False where it has been started again since: who asked it before hears late of its death.
+            False if it has restarted since, so that the news of its death is late.
         """
         if incarnation != self.incarnation:
             return False
@@ -172,7 +172,7 @@ class Replica:
         return True
 
     def begin_life(self) -> None:
-        """It is started again, and takes weights before anybody asks it."""
+        """Record that it restarted. It gets weights before any request."""
         self.incarnation += 1
         self.failure = None
         self.served = FROM_DISK

@@ -1,4 +1,4 @@
-"""The replicas that there are, and who answers a request: one of them, or another one when it dies or goes."""
+"""The current replicas, and the choice of the replica that answers a request when others die or leave."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -20,21 +20,21 @@ from rl_rollout.engines.waiting import Changes
 log = structlog.get_logger(__name__)
 
 MAX_DEATHS = 3
-"""Engines that may die under one request before it is given up as the cause."""
+"""Maximum number of engines that may die under one request before the request is refused as the cause."""
 
 
 class ReplicaSet:
-    """Replicas by their index, and the requests that are under way.
+    """Replicas by index, and the requests in progress.
 
     Attributes:
-        weights: What all of them must serve.
+        weights: The weights that all of them must serve.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """There is none yet.
+        """Start without replicas.
 
         Args:
-            clock: Seconds, for the replicas' loads.
+            clock: Returns seconds, for the replicas' loads.
         """
         self._clock = clock
         self._members: dict[int, Replica] = {}
@@ -45,10 +45,10 @@ class ReplicaSet:
         self.weights = ReplicaWeights(self._changes)
 
     def enter(self, engine: RolloutEngine, *, is_joining: bool) -> Replica:
-        """One more.
+        """Add a replica.
 
         Raises:
-            NotReadyError: All are closed.
+            NotReadyError: The set is closed.
         """
         self._require_open()
         meter = LoadMeter(self._clock)
@@ -63,26 +63,26 @@ class ReplicaSet:
         return dict(zip(asked, found, strict=True))
 
     def leave(self, replica: Replica) -> None:
-        """One less."""
+        """Remove a replica."""
         replica.is_gone = True
         del self._members[replica.index]
         self._router.forget(replica.index)
         self._changes.announce()
 
     def close(self) -> None:
-        """No request waits any longer."""
+        """Close the set. Requests stop waiting."""
         self._is_closed = True
         self._changes.announce()
 
     def changed(self) -> None:
-        """A replica takes requests now, or takes no more."""
+        """Record that a replica starts or stops accepting requests."""
         self._changes.announce()
 
     def get(self, index: int) -> Replica:
-        """By its index.
+        """Return the replica with this index.
 
         Raises:
-            EngineError: There is none.
+            EngineError: It does not exist.
         """
         if index not in self._members:
             raise EngineError(f"there is no replica {index}; the replicas are {sorted(self._members)}.")
@@ -90,25 +90,25 @@ class ReplicaSet:
 
     @property
     def members(self) -> list[Replica]:
-        """All of them, those that are being added or removed as well."""
+        """Return all replicas, including those being added or removed."""
         return list(self._members.values())
 
     @property
     def running(self) -> list[Replica]:
-        """Those that answer, though they may take no more requests."""
+        """Return the replicas that answer, even if they accept no more requests."""
         return [replica for replica in self.members if replica.is_running]
 
     @property
     def serving(self) -> list[Replica]:
-        """Those that take requests now."""
+        """Return the replicas that accept requests now."""
         return [replica for replica in self.members if replica.state == "serving"]
 
     @property
     def coming_back(self) -> list[Replica]:
-        """Those that will answer once they are there again.
+        """Return the replicas that are restarting.
 
         Raises:
-            EngineDiedError: There is none.
+            EngineDiedError: There are none.
         """
         found = [replica for replica in self.members if replica.is_coming_back]
         if not found:
@@ -116,16 +116,17 @@ class ReplicaSet:
         return found
 
     def forget_prefixes(self) -> None:
-        """Nothing that was computed is kept any more."""
+        """Forget all cached prefixes."""
         for index in self._members:
             self._router.forget(index)
 
     async def ask_one(self, ask: Callable[[Replica], Awaitable[Any]], input_ids: IntArray, *, ticket: Ticket) -> Any:
-        """Ask a replica; another one when that dies, or has to go.
+        """Ask one replica, and another if that one dies or leaves.
 
         Raises:
-            EngineDiedError: None is left, this request ends them, or its caller has tokens of one that is gone.
-            AbortedError: It was aborted before any was asked.
+            EngineDiedError: No replica is left, this request kills them, or its caller already has tokens from a dead
+                one.
+            AbortedError: It was aborted before it reached a replica.
         """
         deaths: list[EngineDiedError] = []
         self._tickets.add(ticket)
@@ -146,7 +147,7 @@ class ReplicaSet:
                     deaths.append(EngineDiedError(f"replica {replica.index} was removed."))
                 if ticket.has_told:
                     raise EngineDiedError(
-                        "the response was streamed in part when its engine went, and cannot begin anew elsewhere; send "
+                        "the engine died after a part of the response was streamed, and no other can continue it; send "
                         f"the request again. {deaths[-1]}"
                     ) from deaths[-1]
                 if len(deaths) == MAX_DEATHS:
@@ -159,9 +160,9 @@ class ReplicaSet:
             self._tickets.discard(ticket)
 
     async def ask_all(self, ask: Callable[[Replica], Awaitable[Any]]) -> dict[int, Any]:
-        """Ask every replica that runs; those that die, or go, have no answer.
+        """Ask every running replica. Those that die or leave return no answer.
 
-        One that is started again is not waited for: it may itself wait for weights that the caller publishes next.
+        It does not wait for restarting replicas, because these may wait for weights that the caller publishes next.
         """
 
         async def one(replica: Replica) -> Any:
@@ -185,13 +186,13 @@ class ReplicaSet:
         return dict(found)
 
     def abort(self, request_ids: Collection[str] | None) -> None:
-        """Let these requests, or all, wait no longer; those that run are for the engines to end."""
+        """Stop these requests, or all, from waiting. Engines end the running ones."""
         for ticket in list(self._tickets):
             if request_ids is None or ticket.request_id in request_ids:
                 ticket.abort()
 
     def note_death(self, replica: Replica, error: EngineDiedError, incarnation: int) -> None:
-        """A replica that was asked in this incarnation did not answer because it has died."""
+        """Record that a replica died in this incarnation before it answered."""
         if not replica.note_death(error, incarnation):
             return
         self._router.forget(replica.index)
@@ -199,7 +200,7 @@ class ReplicaSet:
         log.warning("engine_died", replica=replica.index, state=replica.state, error=str(error))
 
     def nobody_left(self) -> EngineDiedError:
-        """Says how each has died."""
+        """Build an error that describes how each replica died."""
         deaths = [(replica.index, replica.death) for replica in self.members]
         said = "; ".join(f"replica {index}: {death}" for index, death in deaths if death is not None)
         return EngineDiedError(f"none of {len(deaths)} engines serves any more. {said}")
@@ -212,10 +213,10 @@ class ReplicaSet:
         return self._members[self._router.choose(input_ids, among=[replica.index for replica in found])]
 
     def _askable(self) -> list[Replica]:
-        """Those that may get a request now; none where it has to wait.
+        """Return the replicas that may get a request now. Empty if it has to wait.
 
         Raises:
-            EngineDiedError: It would wait for ever.
+            EngineDiedError: It would wait forever.
         """
         self._require_open()
         if found := [replica for replica in self.serving if self._may_begin(replica)]:
@@ -226,7 +227,7 @@ class ReplicaSet:
         return self.coming_back
 
     def _may_begin(self, replica: Replica) -> bool:
-        """False where it would wait for weights, for requests under replaced ones, or begin under replaced ones."""
+        """Return False if it must wait for weights or draining requests, or would start under replaced weights."""
         if replica.index in self.weights.waiting:
             return False
         published = self.weights.published

@@ -1,4 +1,4 @@
-"""Which of several equal engines gets a request: the one that knows its prompt best, unless others do far less."""
+"""Routes a request to the engine that has the longest cached prefix, unless others have much less load."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
@@ -10,32 +10,32 @@ import numpy as np
 from rl_core.data import IntArray
 
 BLOCK_TOKENS = 16
-"""Prefixes are compared in blocks of this many tokens, as engines cache them."""
+"""Tokens per block. Prefixes are compared in blocks, as engines cache them."""
 MAX_BLOCKS = 1 << 17
-"""Blocks remembered, over all engines; the ones that were used longest ago go."""
+"""Maximum number of remembered blocks over all engines. The least recently used are dropped."""
 
 
 class Router:
     """Spreads requests over engines by load and by prefix. Use it on one event loop.
 
-    Load is counted in samples under way. A request goes to the engine that has computed the longest part of its prompt,
-    as long as that engine's load is at most `max_ratio` times the least, and `slack` samples more.
+    Load is the number of samples in progress. A request goes to the engine with the longest cached prefix of its
+    prompt, provided that its load is at most `max_ratio` times the lowest, plus `slack` samples.
     """
 
     def __init__(self, num_engines: int, *, max_ratio: float = 1.25, slack: int = 8) -> None:
-        """Nothing is under way, and no prefix known."""
+        """Start with no load and no known prefixes."""
         self.loads = [0] * num_engines
         self._max_ratio = max_ratio
         self._slack = slack
         self._owners: OrderedDict[bytes, int] = OrderedDict()
 
     def add(self) -> int:
-        """One engine more; gives its index."""
+        """Add an engine and return its index."""
         self.loads.append(0)
         return len(self.loads) - 1
 
     def choose(self, input_ids: IntArray, *, among: Collection[int]) -> int:
-        """The engine for a prompt.
+        """Choose the engine for a prompt.
 
         Args:
             input_ids: [P] int32.
@@ -59,7 +59,7 @@ class Router:
 
     @contextmanager
     def carrying(self, index: int, num_samples: int) -> Iterator[None]:
-        """Count samples as under way on an engine."""
+        """Count samples as in progress on an engine."""
         self.loads[index] += num_samples
         try:
             yield
@@ -67,13 +67,13 @@ class Router:
             self.loads[index] -= num_samples
 
     def forget(self, index: int) -> None:
-        """An engine has lost what it had computed."""
+        """Forget an engine's cached prefixes."""
         for block in [block for block, owner in self._owners.items() if owner == index]:
             del self._owners[block]
 
 
 def _block_digests(input_ids: IntArray) -> Iterator[bytes]:
-    """A digest for each prefix of whole blocks, shortest first."""
+    """Return a digest for each prefix of complete blocks, shortest first."""
     digest = blake2b(digest_size=12)
     content = np.ascontiguousarray(input_ids, dtype=np.int32)
     for start in range(0, len(content) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

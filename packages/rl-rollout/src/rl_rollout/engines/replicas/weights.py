@@ -1,4 +1,4 @@
-"""What all replicas must serve, and how each gets there."""
+"""Brings each replica to the published weights."""
 
 import asyncio
 import time
@@ -24,29 +24,29 @@ from rl_rollout.engines.replicas.replica import FROM_DISK, Published, Replica
 from rl_rollout.engines.waiting import Changes
 
 GONE = (WeightProofError, WeightsGoneError)
-"""What an engine says that cannot get published weights any more: there are none, or those of another version."""
+"""Errors of an engine that cannot get published weights: there are none, or those of another version."""
 log = structlog.get_logger(__name__)
 
 TICK_S = 0.02
 WORST = ("probe_max_diff", "canary_max_diff", "update_s", "proof_s", "drain_s", "stall_s")
-"""Of a publication, what the replica says that is worst off."""
+"""Result of a publication, as the worst replica reports it."""
 NEWS_DEADLINE_S = 600.0
-"""Longest wait of an engine whose weights are gone for the next publication."""
+"""Maximum seconds to wait for the next publication when an engine's weights are gone."""
 
 
 class ReplicaWeights:
-    """Brings replicas to the weights that are published.
+    """Brings replicas to the published weights.
 
     Attributes:
-        published: What every replica must serve now.
-        waiting: Replicas that need another publication, as they could not get the weights of this one; and why.
+        published: The weights that every replica must serve now.
+        waiting: Replicas that need another publication because they could not get these weights, with the reason.
     """
 
     def __init__(self, changes: Changes) -> None:
-        """Nothing is published yet.
+        """Start with the initial weights published.
 
         Args:
-            changes: Where it is announced that something was published, or that a replica has it or is idle.
+            changes: Announces a publication, or that a replica has it or is idle.
         """
         self.published = FROM_DISK
         self.waiting: dict[int, Exception] = {}
@@ -55,7 +55,10 @@ class ReplicaWeights:
 
     @contextmanager
     def publishing(self, published: Published) -> Iterator[None]:
-        """From now on replicas must serve this; what an engine refuses, or does not prove, is not published."""
+        """Publish these weights within the context.
+
+        If an engine refuses them or fails the proof, they are not published.
+        """
         before = self.published
         self._set(published)
         try:
@@ -70,11 +73,11 @@ class ReplicaWeights:
         self._changes.announce()
 
     async def restarted(self, replica: Replica) -> None:
-        """Wait while a replica is started again, and gets what is published.
+        """Wait while a replica restarts and gets the published weights.
 
         Raises:
-            WeightProofError: It got something else.
-            WeightsGoneError: It could not get that.
+            WeightProofError: It received other weights.
+            WeightsGoneError: It could not get the weights.
         """
         while replica.is_coming_back:
             if replica.index in self.waiting:
@@ -82,15 +85,15 @@ class ReplicaWeights:
             await asyncio.sleep(TICK_S)
 
     async def bring(self, replica: Replica) -> PublishReport | None:
-        """Give a replica what is published, where it serves something else.
+        """Send a replica the published weights, if it serves others.
 
         Returns:
-            Of the proof, whenever that was; None without a canary.
+            The report of the last proof; None without a canary.
 
         Raises:
-            WeightProofError: It serves something else.
+            WeightProofError: It serves other weights.
             EngineDiedError: It died.
-            DeadlineError: It did not end its requests.
+            DeadlineError: It did not end its requests in time.
         """
         if replica.served is not self.published:
             async with replica.updating:
@@ -103,12 +106,12 @@ class ReplicaWeights:
         return replica.report
 
     async def bring_started(self, replica: Replica, receiver: WeightReceiver) -> None:
-        """As `bring`, for one that was just started and that nobody asks yet.
+        """Same as `bring`, for a newly started replica without requests.
 
-        It may find the next version's file already: then it waits until that is published.
+        It may already find the file of the next version. Then it waits until that is published.
 
         Raises:
-            DeadlineError: That did not come.
+            DeadlineError: That publication did not arrive in time.
         """
         while replica.served is not (published := self.published):
             try:
@@ -117,14 +120,14 @@ class ReplicaWeights:
                 await self._wait_for_news(replica, published, error)
 
     async def bring_asked(self, replica: Replica) -> None:
-        """As `bring`, before a request; where the published weights are gone, it waits for the next ones.
+        """Same as `bring`, before a request. If the published weights are gone, wait for the next ones.
 
-        They are gone where a publication failed after some replicas had its weights, or the learner died in it.
+        They are gone if a publication failed after some replicas had its weights, or the learner died during it.
 
         Raises:
-            WeightProofError: Nothing was published that it could serve.
+            WeightProofError: No publication arrived that it could serve.
             EngineDiedError: It died.
-            DeadlineError: It did not end its requests, or no others were published.
+            DeadlineError: It did not end its requests in time, or no other weights were published.
         """
         while True:
             published = self.published
@@ -138,7 +141,7 @@ class ReplicaWeights:
                 await self._wait_for_news(replica, published, error)
 
     async def take(self, replica: Replica, receiver: WeightReceiver, update: WeightUpdate) -> WeightReceipt:
-        """Give a replica an update, and nothing else."""
+        """Send a replica an update, and nothing else."""
         before, replica.served, replica.report = replica.served, None, None
         try:
             return await receiver.update_weights(update)
@@ -218,7 +221,7 @@ class ReplicaWeights:
 
 
 def joined_report(reports: Sequence[PublishReport]) -> PublishReport:
-    """Of a publication, from what each replica says."""
+    """Combine the replicas' reports of one publication."""
     told = tuple(scores for report in reports for scores in report.canary_scores)
     return replace(
         reports[0], canary_scores=told, **{name: max(getattr(one, name) for one in reports) for name in WORST}
@@ -226,7 +229,7 @@ def joined_report(reports: Sequence[PublishReport]) -> PublishReport:
 
 
 class _Taking:
-    """A replica while it takes weights: what it serves is not known before they are proven."""
+    """Context of a weight update. The replica's weights are unknown until they are proven."""
 
     def __init__(self, weights: ReplicaWeights, replica: Replica, receiver: WeightReceiver) -> None:
         self._weights = weights

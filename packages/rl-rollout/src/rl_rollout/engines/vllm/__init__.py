@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine, wholly in the calling process, on CPUs or GPUs by which vLLM is installed."""
+"""vLLM as a rollout engine in the calling process. The installed vLLM decides between CPUs and GPUs."""
 
 from pathlib import Path
 
@@ -15,20 +15,19 @@ __all__ = ["VLLMEngine", "VLLMOptions"]
 
 
 class VLLMEngine(SteppedEngine):
-    """vLLM in this process: no process is started, and a debugger works.
+    """vLLM in this process. It starts no other process, so a debugger works.
 
-    A learner of the same process is made before the engine is started: both share torch.distributed, which
-    must have a world size of 1. A process holds one such engine at a time; others go into processes of their
-    own (`rl_rollout.engines.process`).
+    Create a learner in the same process before the engine starts: both share torch.distributed, which must have a world
+    size of 1. A process holds one such engine at a time. To run several, use `rl_rollout.engines.process`.
     """
 
     @converts_arguments
     def __init__(self, model_dir: Path, options: VLLMOptions | None = None) -> None:
-        """Choose a model; `start` loads it.
+        """Choose a model. `start` loads it.
 
         Args:
             model_dir: A Hugging Face folder with safetensors.
-            options: How it runs.
+            options: The engine's options.
         """
         self._model_dir = Path(model_dir)
         self._options = options or VLLMOptions()
@@ -37,12 +36,12 @@ class VLLMEngine(SteppedEngine):
     @staticmethod
     @converts_arguments
     def check(model_dir: Path, options: VLLMOptions) -> None:
-        """Ask the installed vLLM whether it supports a model with these options; no model is loaded.
+        """Check whether the installed vLLM supports a model with these options. No model is loaded.
 
-        The first time takes as long as importing vLLM, in a child. What it supports is noted for the next time.
+        The first call imports vLLM in a child process, which takes seconds. The result is cached on disk.
 
         Raises:
-            EngineError: It does not; the message says what it supports.
+            EngineError: vLLM does not support it. The message says what it supports.
             MissingExtraError: vLLM is not installed.
         """
         check_support(model_dir, options)

@@ -1,7 +1,7 @@
-"""An adapter's products on CPUs.
+"""Products with an adapter on CPUs.
 
-vLLM copies A and B once for each token of a step, to multiply each token with its own copy. With one adapter, two
-matrix products do.
+vLLM copies A and B once per token of a step, to multiply each token with its own copy. With one adapter, two matrix
+products suffice.
 """
 
 from types import MethodType
@@ -13,7 +13,7 @@ from rl_rollout.engines.vllm.adapter_slot import SLOT
 
 
 def multiply_at_once(runner: Any) -> None:
-    """Let the wrapped layers of a worker's model runner multiply by `add_adapter`."""
+    """Make the wrapped layers of a worker's model runner multiply with `add_adapter`."""
     for wrapper in runner.lora_manager._adapter_manager.punica_wrapper_mapping.values():
         wrapper.add_lora_linear = MethodType(add_adapter, wrapper)
 
@@ -28,16 +28,16 @@ def add_adapter(
     output_slices: tuple[int, ...],
     **_: Any,
 ) -> None:
-    """What `PunicaWrapperCPU.add_lora_linear` does, for the one adapter that has a slot.
+    """Replace `PunicaWrapperCPU.add_lora_linear` for the only adapter that has a slot.
 
     Args:
-        wrapper: vLLM's, which knows the slot of each token.
-        y: [tokens, out], to which scale * x @ A.T @ B.T is added in place, for tokens that have the adapter.
+        wrapper: vLLM's wrapper, which knows the slot of each token.
+        y: [tokens, out]. scale * x @ A.T @ B.T is added in place, for tokens with the adapter.
         x: [tokens, in].
-        lora_a_stacked: [slots, 1, rank, in] of each part of the output.
+        lora_a_stacked: [slots, 1, rank, in] for each part of the output.
         lora_b_stacked: [slots, 1, part, rank].
-        scale: Of the product.
-        output_slices: Sizes of the parts.
+        scale: Factor of the product.
+        output_slices: Sizes of the output's parts.
     """
     if wrapper.no_lora:
         return

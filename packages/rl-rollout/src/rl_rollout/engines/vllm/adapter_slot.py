@@ -1,8 +1,8 @@
-"""The adapter that vLLM's wrapped layers serve, in one of their slots: replaced in memory, and read back bit for bit.
+"""The adapter in a slot of vLLM's wrapped layers: replaced in memory, and read back bit for bit.
 
 vLLM has no public way to replace an adapter without a file. A wrapped layer keeps A and B of each Hugging Face matrix
-by slot, padded to the largest rank. Slot 1 stays empty: vLLM's products on CPUs give rows without an adapter the last
-slot's.
+by slot, padded to the maximum rank. Slot 1 stays empty, because vLLM's CPU products apply the last slot to rows without
+an adapter.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,18 +23,18 @@ from rl_rollout.engines.vllm.mixtures import loader_names
 from rl_rollout.engines.weight_checks import module_of
 
 ADAPTER_ID = 1
-"""vLLM's number of our adapter."""
+"""vLLM's id of this package's adapter."""
 NUM_SLOTS = 2
 SLOT = 0
 
 
 class AdaptedPart:
-    """Where one rank holds A and B of one Hugging Face matrix.
+    """The place where one rank keeps A and B of one Hugging Face matrix.
 
     Attributes:
         layer: vLLM's wrapper.
         rows: This rank's rows of B.
-        columns: This rank's columns of A.
+        columns: This rank's columns of `A`.
     """
 
     def __init__(self, layer: Any, index: int) -> None:
@@ -42,7 +42,7 @@ class AdaptedPart:
 
         Args:
             layer: vLLM's wrapper.
-            index: Of the matrix among those that the layer joins.
+            index: Index of the matrix among those that the layer joins.
         """
         base, size = layer.base_layer, int(layer.lora_b_stacked[index].shape[2])
         first, last, self._num_columns = input_range(base)
@@ -55,21 +55,21 @@ class AdaptedPart:
         self._is_copy = num_row_parts > 1 and base.tp_rank % num_copies(base, index) > 0
 
     def slots(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[slots, max rank, in] and [slots, out, max rank]: what the live layer has."""
+        """Return the live layer's [slots, max rank, in] and [slots, out, max rank]."""
         return self.layer.lora_a_stacked[self._index][:, 0], self.layer.lora_b_stacked[self._index][:, 0]
 
     def read(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's part of A and B, as the live layer has them; with the padding where that is not zero."""
+        """Return this rank's live part of A and B, including any padding that is not zero."""
         a, b = (tensor[SLOT] for tensor in self.slots())
         return a if _has_numbers(a[rank:]) else a[:rank], b if _has_numbers(b[:, rank:]) else b[:, :rank]
 
     def probe_a(self, held: torch.Tensor) -> LivePart:
-        """This rank's share of A's probe."""
+        """Return this rank's share of the probe of `A`."""
         values = held.float() @ _vector(self._num_columns)[self.columns].to(held.device)
         return _share(values, is_summand=self._are_columns_split)
 
     def probe_b(self, held: torch.Tensor) -> LivePart:
-        """This rank's share of B's probe; of ranks with the same rows the first one has it."""
+        """Return this rank's share of the probe of B. Only the first of several ranks with the same rows returns it."""
         values = held.float().T @ _vector(self._num_rows)[self.rows].to(held.device)
         return _share(values * 0 if self._is_copy else values, is_summand=self._are_rows_split)
 
@@ -81,7 +81,7 @@ class AdapterSlot:
         """Find the wrapped layers of vLLM's model runner.
 
         Raises:
-            EngineError: One of them is of a kind that could not be read back.
+            EngineError: A layer has a type that cannot be read back.
         """
         self._runner = runner
         self._manager = runner.lora_manager._adapter_manager
@@ -93,11 +93,11 @@ class AdapterSlot:
         self._sums: dict[str, str] = {}
 
     def replace(self, tensors: Mapping[str, torch.Tensor], version: int) -> dict[str, str]:
-        """Serve this adapter in place of the last.
+        """Serve this adapter instead of the last.
 
         Args:
             tensors: A and B by peft's names, B with the scaling.
-            version: Of the policy.
+            version: The policy version.
 
         Returns:
             Checksum of each tensor as it arrived.
@@ -123,20 +123,20 @@ class AdapterSlot:
         return {name: tensor_checksum(tensor, "crc32c") for name, tensor in tensors.items()}
 
     def drop(self) -> None:
-        """Serve none; whatever else the slots held goes too."""
+        """Serve no adapter, and clear the slots."""
         self._manager.remove_all_adapters()
         for layer in self._manager.modules.values():
             layer.reset_lora(SLOT + 1)  # the other one is reset when it is taken
         self._version, self._sums = None, {}
 
     def follow(self, loras: Mapping[str, Any]) -> None:
-        """Serve requests that run already with this adapter, or with none; by vLLM's id."""
+        """Serve running requests with this adapter, or with none, by vLLM's id."""
         for request_id, lora_request in loras.items():
             if request_id in self._runner.requests:  # others have not been in a step
                 self._runner.requests[request_id].lora_request = lora_request
 
     def live_parts(self) -> LiveParts:
-        """What this rank serves of each tensor of the adapter; NaN where it is not what arrived, bit for bit."""
+        """Return this rank's live part of each adapter tensor. NaN if it differs from what arrived, bit for bit."""
         parts: LiveParts = {}
         for module in dict.fromkeys(module_of(name) for name in self._sums):
             part, key = self._parts[self._name(module)], f"{PEFT_PREFIX}{module}"
@@ -150,7 +150,7 @@ class AdapterSlot:
         return parts
 
     def absence(self, version: int | None) -> str | None:
-        """Why requests of this version's adapter cannot be served; cheap enough to be asked before each step."""
+        """Return why requests of this version's adapter cannot be served. Cheap enough for every step."""
         expected = [None if version is None else ADAPTER_ID, *[None] * (NUM_SLOTS - 1)]
         slots = self._manager.lora_index_to_id
         if slots != expected:
@@ -162,7 +162,7 @@ class AdapterSlot:
         return None
 
     def problems(self, version: int | None) -> list[str]:
-        """All that is wrong beside the tensors that `live_parts` names."""
+        """Describe all problems other than the tensors in `live_parts`."""
         absence = self.absence(version)
         found = [] if absence is None else [absence]
         manager = self._manager
@@ -182,16 +182,16 @@ class AdapterSlot:
         return found
 
     def misled(self, expected: Mapping[str, str | None]) -> Iterator[str]:
-        """What is wrong with running requests, as this worker knows them.
+        """Describe running requests with the wrong adapter, as this worker knows them.
 
         Args:
-            expected: Name of each request's adapter by vLLM's id; None of one that the base serves.
+            expected: Name of each request's adapter by vLLM's id; None if the base serves it.
         """
         for request_id in expected.keys() & self._runner.requests.keys():
             yield from wrong_adapter(request_id, self._runner.requests[request_id].lora_request, expected[request_id])
 
     def served(self, modules: Iterable[str]) -> list[str]:
-        """Those of the Hugging Face modules that an adapter may change here."""
+        """Return the Hugging Face modules among these that an adapter may change here."""
         return [module for module in modules if self._name(module) in self._parts]
 
     def _name(self, module: str) -> str:
@@ -214,7 +214,7 @@ def _adapted_parts(manager: Any) -> Iterator[tuple[str, AdaptedPart]]:
 
 
 def wrong_adapter(request_id: str, found: Any, expected: str | None) -> Iterator[str]:
-    """What is wrong where a running request has another adapter than this; `found` is vLLM's LoRARequest, or None."""
+    """Describe a running request with another adapter than expected. `found` is vLLM's LoRARequest, or None."""
     name = None if found is None else found.lora_name
     if name != expected:
         yield f"request {request_id} is served by {name or 'the base'!r}, not {expected or 'the base'!r}."
@@ -226,7 +226,7 @@ def _vector(size: int) -> torch.Tensor:
 
 
 def _has_numbers(tensor: torch.Tensor) -> bool:
-    """Whether an element is not zero; several times as fast as `any`."""
+    """Return True if an element is not zero. Several times as fast as `any`."""
     return tensor.numel() > 0 and (tensor.amax().item() != 0 or tensor.amin().item() != 0)
 
 

@@ -1,4 +1,4 @@
-"""Which adapter vLLM's requests are served with, as its scheduler knows it."""
+"""The adapter that serves each vLLM request, from the scheduler's side."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -13,24 +13,24 @@ from rl_rollout.engines.vllm.prompt_sharing import PromptSharing
 from rl_rollout.engines.weight_checks import Shapes, module_of
 
 IN_MEMORY = "in memory, not a folder"
-"""vLLM wants a path; it never reads an adapter that has a slot."""
+"""Path for vLLM, which requires one but never reads an adapter that has a slot."""
 
 
 class PublishedAdapter:
-    """The adapter that was published last; none before the first, and none after an update of all weights.
+    """The last published adapter. None before the first, and after an update of all weights.
 
     Attributes:
-        version: Of the policy; None without an adapter.
-        base_version: Of the policy whose weights are under it.
+        version: Policy version; None without an adapter.
+        base_version: Policy version of the base weights.
     """
 
     def __init__(self, core: Any, shapes: Shapes, *, can_serve: bool) -> None:
-        """Serve none.
+        """Start without an adapter.
 
         Args:
-            core: vLLM's.
+            core: vLLM's core.
             shapes: The model's tensors.
-            can_serve: vLLM was started with slots for adapters.
+            can_serve: Whether vLLM was started with slots for adapters.
         """
         self._core = core
         self._can_serve = can_serve
@@ -42,13 +42,13 @@ class PublishedAdapter:
             self._modules.update(core.collective_rpc("open_adapter_slot", args=(modules,))[0])
 
     def check_modules(self, names: Iterable[str]) -> None:
-        """Refuse an adapter of modules for which vLLM has no slots, before anything is touched.
+        """Refuse an adapter for modules without slots in vLLM, before anything changes.
 
         Args:
-            names: Of its tensors.
+            names: Names of its tensors.
 
         Raises:
-            EngineError: Names one.
+            EngineError: A module has no slot. The message names it.
         """
         if unserved := sorted(set(map(module_of, names)) - self._modules):
             raise EngineError(
@@ -57,17 +57,17 @@ class PublishedAdapter:
             )
 
     def request_of(self, sample: Sample) -> LoRARequest | None:
-        """What vLLM is told of a sample's adapter: its name decides which keys and values are shared."""
+        """Return vLLM's request for a sample's adapter. Its name decides which keys and values are shared."""
         if self.version is None or sample.adapter == "base":
             return None
         return self._request()
 
     def replaced(self, update: WeightUpdate, running: Sequence[tuple[Sample, Any]]) -> None:
-        """The workers have other weights; what runs goes on under them.
+        """Record that the workers have other weights. Running samples continue under them.
 
         Args:
-            update: That they have now.
-            running: Each sample with vLLM's request.
+            update: The update that they have now.
+            running: Each sample with its vLLM request.
         """
         if update.adapter is None:
             self.version, self.base_version = None, update.version
@@ -85,21 +85,21 @@ class PublishedAdapter:
         self._core.collective_rpc("follow_adapter", args=(loras,))
 
     def version_of(self, sample: Sample, version: int) -> int:
-        """Which of the policy's versions serves a sample, when `version` was published last."""
+        """Return the policy version that serves a sample after `version` was published."""
         return self.base_version if sample.adapter == "base" else version
 
     def absence(self, samples: Iterable[Sample]) -> str | None:
-        """Why samples cannot be served any more, where one of these needs the adapter; asked before each step."""
+        """Return why samples cannot be served any more, if one of them needs the adapter. Checked before each step."""
         if self.version is None or not any(self.request_of(sample) for sample in samples):
             return None
         absences = self._core.collective_rpc("adapter_absence", args=(self.version,))
         return next((absence for absence in absences if absence is not None), None)
 
     def problems(self, running: Sequence[tuple[Sample, Any]]) -> Iterator[str]:
-        """What is wrong after an update, beside the tensors themselves.
+        """Describe what is wrong after an update, other than the tensors themselves.
 
         Args:
-            running: Each sample with vLLM's request.
+            running: Each sample with its vLLM request.
         """
         loras = {request.request_id: self.request_of(sample) for sample, request in running}
         expected = {name: None if lora is None else lora.lora_name for name, lora in loras.items()}

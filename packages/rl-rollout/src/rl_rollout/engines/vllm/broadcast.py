@@ -1,7 +1,7 @@
-"""The workers' side of weights over the network, as a backend of vLLM's own weight-transfer API.
+"""The workers' side of weights over the network, as a backend of vLLM's weight-transfer API.
 
-vLLM's NCCL backend has no deadline, computes no checksum, and does not exist on CPUs. This one is registered beside it
-and takes the same calls: init, start, update, finish.
+vLLM's NCCL backend has no deadline, computes no checksum, and does not support CPUs. This backend is registered beside
+it and has the same calls: init, start, update, finish.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,10 +27,10 @@ BACKEND = "rl-buckets"
 
 @dataclass
 class JoinRequest(WeightTransferInitInfo):  # type: ignore[misc] # vLLM is not typed
-    """How a worker meets the senders.
+    """How a worker connects to the senders.
 
     Attributes:
-        sources: Where, and what its engine is called there.
+        sources: Address of each sender, and this engine's name there.
     """
 
     sources: list[JoinedSource]
@@ -38,53 +38,53 @@ class JoinRequest(WeightTransferInitInfo):  # type: ignore[misc] # vLLM is not t
 
 @dataclass
 class ReceiveRequest(WeightTransferUpdateInfo):  # type: ignore[misc] # vLLM is not typed
-    """What comes.
+    """The tensors to receive.
 
     Attributes:
-        plan: Tensors, and from whom.
+        plan: Tensors, and their senders.
     """
 
     plan: ReceivePlan
 
 
 class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type: ignore[misc] # vLLM is not typed
-    """One worker's end of the groups with all senders.
+    """One worker's end of the connections to all senders.
 
     Attributes:
         arrived: Checksum of each tensor of the last update as it arrived, by Hugging Face name.
-        joined: Whom it has met, and as which engine.
+        joined: The connected senders, and this engine's name there.
     """
 
     init_info_cls = JoinRequest
     update_info_cls = ReceiveRequest
 
     def __init__(self, *args: Any) -> None:
-        """As vLLM makes it."""
+        """Create the receiver the way vLLM does."""
         super().__init__(*args)
         self._groups: SourceGroups | None = None
         self.arrived: dict[str, str] = {}
         self.joined: list[JoinedSource] = []
 
     def init_transfer_engine(self, init_info: JoinRequest) -> None:
-        """Meet the senders, in place of the last ones."""
+        """Connect to the senders, and disconnect from the last ones."""
         self.shutdown()
         rank, size = self.parallel_config.rank + 1, self.parallel_config.world_size + 1
         self._groups = SourceGroups(init_info.sources, rank=rank, size=size, device=self.device)
         self.joined = list(init_info.sources)
 
     def start_weight_update(self) -> None:
-        """Let vLLM load layer by layer."""
+        """Make vLLM load layer by layer."""
         before_reload(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive everything; CPUs have nothing to synchronize."""
+        """Receive everything. CPUs need no synchronization."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: ReceiveRequest) -> None:
-        """Load each tensor as it is whole."""
+        """Load each tensor when it is complete."""
         self.model.load_weights(noted(self.model, self.arriving(update_info)))
 
     def finish_weight_update(self) -> None:
@@ -92,13 +92,13 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Leave the senders."""
+        """Disconnect from the senders."""
         if self._groups is not None:
             self._groups.close()
             self._groups, self.joined = None, []
 
     def arriving(self, request: ReceiveRequest) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor as it is whole."""
+        """Yield each tensor when it is complete."""
         if self._groups is None:
             raise RuntimeError("the worker has not met the sender of weights; init_transfer_engine comes first.")
         self.arrived, plan = {}, request.plan
@@ -110,10 +110,10 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
 
 
 def receive_all(worker: Any, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, str]:
-    """Take one update of all weights by vLLM's calls; see `_receiver`.
+    """Receive one update of all weights with vLLM's calls. See `_receiver`.
 
     Returns:
-        Checksum of each tensor as this worker got it.
+        Checksum of each tensor as this worker received it.
     """
     receiver = _receiver(worker, sources)
     worker.start_weight_update()
@@ -123,16 +123,16 @@ def receive_all(worker: Any, sources: Sequence[JoinedSource], plan: ReceivePlan)
 
 
 def receive_tensors(worker: Any, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, torch.Tensor]:
-    """Take tensors that are not the model's own, such as an adapter's."""
+    """Receive tensors that are not the model's own, such as an adapter's."""
     return dict(_receiver(worker, sources).arriving(ReceiveRequest(plan=plan)))
 
 
 def _receiver(worker: Any, sources: Sequence[JoinedSource]) -> BucketReceiver:
-    """The worker's receiver, which has met the senders.
+    """Return the worker's receiver, connected to the senders.
 
     Args:
-        worker: vLLM's.
-        sources: Who they are; others, or the same under another name, are met anew.
+        worker: vLLM's worker.
+        sources: The senders. Reconnects if these, or this engine's name there, have changed.
     """
     receiver = worker.weight_transfer_engine
     if not isinstance(receiver, BucketReceiver):

@@ -1,4 +1,4 @@
-"""What vLLM is started with."""
+"""Arguments for vLLM's engine."""
 
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from rl_rollout.engines.weight_checks import Shapes
 
 
 def engine_arguments(model_dir: Path, options: VLLMOptions, shapes: Shapes) -> EngineArgs:
-    """Arguments of vLLM's engine.
+    """Return the arguments of vLLM's engine.
 
     Args:
         model_dir: A Hugging Face folder.
-        options: How it runs.
+        options: The engine's options.
         shapes: The model's tensors.
     """
     is_cpu = current_platform.is_cpu()

@@ -1,4 +1,4 @@
-"""Environment variables that vLLM reads when it is imported, and what it changes in its process."""
+"""Environment variables that vLLM reads on import, and the changes that it makes to its process."""
 
 import logging
 import os
@@ -19,22 +19,23 @@ VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-"""Defaults; what is set already stays."""
+"""Defaults. Variables that are already set stay."""
 
 _LEAKED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
-"""Set by vLLM for processes of its own; they would reach every child process of ours."""
+"""Variables that vLLM sets for its own processes. They would reach every child process of the caller."""
 
 
 def prepare_environment() -> None:
-    """Set the variables; called before vllm is first imported."""
+    """Set the variables. Called before vllm is first imported."""
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # warns at each start that there is no Triton
+    for name in ("torch._library.triton", "torch.utils.flop_counter"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # warns at each start that there is no Triton
 
 
 @contextmanager
 def unchanged_variables(names: Iterable[str]) -> Iterator[None]:
-    """Give environment variables back the values that they have now."""
+    """Restore environment variables on exit."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield
@@ -48,10 +49,10 @@ def unchanged_variables(names: Iterable[str]) -> Iterator[None]:
 
 @contextmanager
 def unchanged_process(num_threads: int) -> Iterator[None]:
-    """Undo what vLLM's start does to its process: it seeds the global generators, and keeps torch's threads for itself.
+    """Undo what vLLM's start does to its process: it seeds the global generators, and reserves torch's threads.
 
     Args:
-        num_threads: torch threads of the calling thread afterwards.
+        num_threads: Number of torch threads of the calling thread afterwards.
     """
     set_num_threads = torch.set_num_threads
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -69,7 +70,7 @@ def unchanged_process(num_threads: int) -> Iterator[None]:
 
 @contextmanager
 def kept_process_group(*, is_kept: bool) -> Iterator[None]:
-    """Keep the default process group, where it is the learner's: vLLM's shutdown destroys it."""
+    """Keep the learner's default process group, which vLLM's shutdown would destroy."""
     destroy = torch.distributed.destroy_process_group
 
     def destroy_others(group: Any = None) -> None:

@@ -1,7 +1,7 @@
-"""Which experts of a mixture each token used: kept beside the keys and values in vLLM's worker, asked by its scheduler.
+"""Records which experts of a mixture each token used, in vLLM's worker, for its scheduler.
 
-A token's experts stand where its keys and values do, by KV slot. So a sample that takes blocks from the prefix cache
-has the experts of the pass that computed them, and what a preemption frees is asked for just before.
+A token's experts are stored by KV slot, like its keys and values. A sample that reuses blocks from the prefix cache
+therefore gets the experts of the pass that computed them. Before a preemption frees blocks, their rows are read.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,17 +23,17 @@ from rl_core.errors import EngineError
 from rl_rollout.engines.vllm.prompt_sharing import BlockCopies
 
 WITH_EXPERTS = "with_experts"
-"""Of the extra arguments of a sequence to score: whether its experts are wanted."""
+"""Key of a scoring request's extra arguments: whether to report experts."""
 
 
 class KeptRows(NamedTuple):
     """Rows of one request.
 
     Attributes:
-        request_id: vLLM's.
+        request_id: vLLM's request id.
         blocks: KV blocks of the request.
-        start: First token.
-        stop: The token after the last.
+        start: Index of the first token.
+        stop: Index after the last token.
     """
 
     request_id: str
@@ -46,7 +46,7 @@ class ExpertStore:
     """The worker's side: the experts of each token in the KV cache."""
 
     def __init__(self, runner: Any) -> None:
-        """Have the routers of a model runner tell their choices."""
+        """Make the routers of a model runner report their choices."""
         kv_cache, self._group = runner.kv_cache_config, whole_group(runner.kv_cache_config)
         self._runner = runner
         self._block_size: int = kv_cache.kv_cache_groups[self._group].kv_cache_spec.block_size
@@ -68,12 +68,12 @@ class ExpertStore:
         runner.execute_model = execute_and_keep
 
     def capture(self, layer: int, chosen: torch.Tensor) -> None:
-        """Keep what a router chose, [tokens, top_k], until the step is over; called by vLLM."""
+        """Keep a router's choices, [tokens, top_k], until the step ends. Called by vLLM."""
         self._chosen[layer] = chosen
 
     @torch.inference_mode()
     def rows(self, wanted: Sequence[KeptRows]) -> list[ExpertArray]:
-        """The experts of these tokens."""
+        """Return the experts of these tokens."""
         slots = []
         for _, blocks, start, stop in wanted:
             position = np.arange(start, stop)
@@ -87,7 +87,7 @@ class ExpertStore:
 
     @torch.inference_mode()
     def _keep(self, scheduler_output: SchedulerOutput) -> None:
-        """Put the rows of a step where its keys and values went, and go along with blocks that were copied."""
+        """Store a step's rows at the slots of its keys and values, and copy rows of copied blocks."""
         num_tokens = scheduler_output.total_num_scheduled_tokens
         if not num_tokens:
             return
@@ -102,21 +102,21 @@ class ExpertStore:
 
 
 class ExpertRows:
-    """The scheduler's side, in the place of vLLM's connector for such outputs, which wants its second model runner.
+    """The scheduler's side. It replaces vLLM's connector for such outputs, which requires vLLM's second model runner.
 
-    A row is kept from the first pass whose logprob was sampled: before a request loses its blocks (it has ended, was
-    aborted, preempted, or its weights are replaced) the rows are asked for that are not known yet.
+    A row is kept from the first pass whose logprob was sampled. Before a request loses its blocks (because it ended,
+    was aborted or preempted, or its weights are replaced), the missing rows are read.
     """
 
     def __init__(
         self, scheduler: Any, ask: Callable[[Sequence[KeptRows]], list[ExpertArray]], shape: tuple[int, int]
     ) -> None:
-        """Listen to a scheduler.
+        """Attach to a scheduler.
 
         Args:
-            scheduler: vLLM's.
-            ask: Gives rows of the `ExpertStore`.
-            shape: Layers, and experts of a token.
+            scheduler: vLLM's scheduler.
+            ask: Returns rows of the `ExpertStore`.
+            shape: Number of layers, and of experts per token.
         """
         self._ask = ask
         self._shape = shape
@@ -128,14 +128,14 @@ class ExpertRows:
         scheduler.aux_output_connector = self
 
     def pop(self, request_id: str, num_tokens: int) -> ExpertArray:
-        """[num_tokens, layers, top_k] of a request that has ended; -1 where nothing is known."""
+        """Return the [num_tokens, layers, top_k] rows of an ended request; -1 where unknown."""
         self._fetch()
         num_unknown = num_tokens - self._num_known.pop(request_id, 0)
         unknown = np.full((num_unknown, *self._shape), -1, np.int16)
         return np.concatenate([*self._known.pop(request_id, ()), unknown])
 
     def request_finished(self, request: Request) -> None:
-        """A request is about to lose its blocks; called by vLLM."""
+        """A request is about to lose its blocks. Called by vLLM."""
         start, stop = self._num_known.get(request.request_id, 0), request.num_computed_tokens
         params = request.sampling_params
         is_left_out = params.prompt_logprobs is not None and not (params.extra_args or {}).get(WITH_EXPERTS)
@@ -146,14 +146,14 @@ class ExpertRows:
         self._num_known[request.request_id] = stop
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput, requests: Any) -> None:  # noqa: ARG002 - vLLM's interface
-        """The next step is planned, and will write over what was freed; called by vLLM."""
+        """The next step is planned, and will overwrite freed blocks. Called by vLLM."""
         self._fetch()
 
     def take_output(self, request: Request, output: Any) -> None:
-        """Nothing comes with a step's output; called by vLLM."""
+        """Return nothing, because steps have no such output. Called by vLLM."""
 
     def reset(self) -> None:
-        """The prefix cache was emptied; called by vLLM."""
+        """The prefix cache was emptied. Called by vLLM."""
 
     def _fetch(self) -> None:
         wanted, self._to_ask = self._to_ask, []
@@ -163,15 +163,15 @@ class ExpertRows:
 
 
 def whole_group(kv_cache: KVCacheConfig) -> int:
-    """Index of the KV cache group that keeps every token.
+    """Return the index of the KV cache group that keeps every token.
 
     Raises:
-        EngineError: There is none.
+        EngineError: There is no such group.
     """
     for index, group in enumerate(kv_cache.kv_cache_groups):
         if isinstance(group.kv_cache_spec, FullAttentionSpec):
             return index
     raise EngineError(
         "the experts of tokens are kept beside their keys and values, but no layer of this model keeps those of all "
-        "tokens. Set capture_experts = false (VLLMOptions); training then chooses experts anew."
+        "tokens. Set capture_experts = false (VLLMOptions); training then chooses experts again."
     )

@@ -1,10 +1,10 @@
-"""Experts of a kernel whose layout is unknown: each is asked alone, with forced ids, and answers for its three tensors.
+"""Verifies experts in kernels of unknown layout: runs each expert alone, with forced ids, to check its three tensors.
 
-An expert gives down @ (silu(gate @ x) * (up @ x)). It is asked with each input alone, so that its answer holds a column
-of gate and of up, and with a few dense inputs. A wrong element of gate or up changes one answer of the first kind in
-all outputs, which are summed with random signs; one of down changes an output of each answer of the second kind. Either
-change is about 1 / sqrt(width) of the answer, which the kernel rounds: docs/decisions/0043-mixtures.md says what stays
-unseen.
+An expert computes down @ (silu(gate @ x) * (up @ x)). It is run with each unit input, so that each answer depends on
+one column of gate and of up, and with a few dense inputs. A wrong element of gate or up changes one answer of the first
+kind in all outputs, which are summed with random signs. A wrong element of down changes one output of each answer of
+the second kind. Either change is about 1 / sqrt(width) of the answer, which the kernel rounds.
+docs/decisions/0043-mixtures.md lists the errors that stay undetected.
 """
 
 import math
@@ -23,24 +23,24 @@ from rl_core.data import FloatArray
 from rl_core.weights import tensor_checksum
 
 NUM_DENSE = 4
-"""Inputs that reach every element of down."""
+"""Number of dense inputs, which reach every element of down."""
 
 NUM_SUMS = 4
-"""Sums with random signs over the outputs of an answer: in one alone, a change may cancel out."""
+"""Number of sums with random signs over an answer's outputs. In a single sum, a change may cancel out."""
 
 NOISE = 6.0
-"""Most standard roundings that an answer may be off; a kernel that rounds after each step stays below 3."""
+"""Maximum deviation of an answer, in standard roundings. A kernel that rounds after each step stays below 3."""
 
 Ask = Callable[[torch.Tensor], torch.Tensor]
-"""[N, hidden] inputs in the engine's dtype, to the outputs of one expert."""
+"""Maps [N, hidden] inputs in the engine's dtype to one expert's outputs."""
 
 
 class Answers(NamedTuple):
-    """What an expert says.
+    """An expert's answers.
 
     Attributes:
-        sums: [hidden, NUM_SUMS] to each input alone.
-        dense: [NUM_DENSE, hidden].
+        sums: [hidden, NUM_SUMS], for each unit input.
+        dense: [NUM_DENSE, hidden], for the dense inputs.
     """
 
     sums: torch.Tensor
@@ -49,11 +49,11 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedAnswers:
-    """What an expert must say, and how far rounding may take it from that.
+    """The expected answers of an expert, with their rounding error.
 
     Attributes:
         step: Size of the inputs.
-        noise: Standard rounding of the products inside, of each answer.
+        noise: Standard rounding of the inner products, per answer.
     """
 
     step: float
@@ -62,7 +62,7 @@ class ExpectedAnswers:
     dtype: torch.dtype
 
     def matches(self, ask: Ask) -> bool:
-        """Whether an expert says this."""
+        """Return True if the answers match within rounding."""
         inputs, signs = _questions(self.answers.dense.shape[1], self.dtype, self.answers.sums.device)
         outputs = ask(inputs * self.step).float()
         alone, dense = outputs[:-NUM_DENSE], outputs[-NUM_DENSE:]
@@ -76,11 +76,11 @@ class ExpectedAnswers:
 
 
 def expected_answers(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> ExpectedAnswers:
-    """What an expert says that serves these tensors, a rank's part of them or whole.
+    """Return the expected answers of an expert with these tensors, complete or a rank's part.
 
     Args:
         gate: [width, hidden], in the engine's dtype.
-        up: As gate.
+        up: Same as gate.
         down: [hidden, width].
     """
     dtype = gate.dtype
@@ -107,14 +107,14 @@ def expected_answers(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -
 
 
 class AskedExpert:
-    """One rank's part of an expert that is asked: what arrived of it, and what the kernel held at the last proof.
+    """One rank's part of a probed expert: what arrived, and what the kernel held at the last proof.
 
     Attributes:
         probes: This rank's rows of each tensor's probe, as the tensors arrived.
     """
 
     def __init__(self) -> None:
-        """Know nothing."""
+        """Start without tensors."""
         self.probes: dict[str, FloatArray] = {}
         self._parts: dict[str, torch.Tensor] = {}
         self._sums: dict[str, str] = {}
@@ -122,11 +122,11 @@ class AskedExpert:
         self._proven: dict[str, tuple[str, str]] = {}
 
     def arrive(self, projection: str, part: torch.Tensor, probe: FloatArray, order: Sequence[str]) -> None:
-        """Take one of its tensors; kept until the others are there.
+        """Store one of its tensors until the others arrive.
 
         Args:
             projection: Its name in the checkpoint.
-            part: This rank's, in the engine's dtype, on the engine's device.
+            part: This rank's part, in the engine's dtype and on its device.
             probe: This rank's rows of its probe.
             order: Names of gate, up and down.
         """
@@ -136,14 +136,14 @@ class AskedExpert:
             self._expected = expected_answers(*(self._parts.pop(name) for name in order))
 
     def wrong(self, ask: Ask, held: Mapping[str, str]) -> set[str]:
-        """Names of its tensors that the live expert does not serve; all, where it says something else than it must.
+        """Return the names of the tensors that the live expert does not serve; all if its answers are wrong.
 
-        A matrix whose bits are those of the last proof, while another tensor has arrived, is stale, however little the
-        two differ.
+        A matrix is stale if its bits equal those of the last proof although another tensor has arrived, however small
+        the difference.
 
         Args:
-            ask: Of the live expert.
-            held: By tensor the checksum of the matrix that the kernel keeps it in, in whatever layout.
+            ask: Runs the live expert.
+            held: Checksum of the kernel's matrix for each tensor, in whatever layout.
         """
         if self._expected is None or not self._expected.matches(ask):
             return set(held)
@@ -156,7 +156,7 @@ class AskedExpert:
 
 
 def why_not_asked(layer: Any) -> str | None:
-    """What keeps a layer's experts from being asked one by one; None where nothing does."""
+    """Return why a layer's experts cannot be run one by one; None if they can."""
     method = layer.quant_method
     if not isinstance(method, UnquantizedFusedMoEMethod):
         return "is not known to take updates"
@@ -170,7 +170,7 @@ def why_not_asked(layer: Any) -> str | None:
 
 
 def ask_of(layer: Any, expert: int) -> Ask:
-    """How one expert of a live layer is asked: by its kernel, in steps that are no larger than the engine's."""
+    """Return a function that runs one expert of a live layer with its kernel, in steps of at most the engine's size."""
     config, method = layer.moe_config, layer.quant_method
 
     def ask(inputs: torch.Tensor) -> torch.Tensor:
@@ -187,7 +187,7 @@ def ask_of(layer: Any, expert: int) -> Ask:
 
 @lru_cache(maxsize=2)
 def _questions(hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """[hidden + NUM_DENSE, hidden] inputs, and [NUM_SUMS, hidden] signs."""
+    """Return [hidden + NUM_DENSE, hidden] inputs, and [NUM_SUMS, hidden] signs."""
     generator = torch.Generator().manual_seed(hidden)
     dense = torch.randn(NUM_DENSE, hidden, generator=generator) / math.sqrt(hidden)
     signs = torch.randint(2, (NUM_SUMS, hidden), generator=generator) * 2.0 - 1

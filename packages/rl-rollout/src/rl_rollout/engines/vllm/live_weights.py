@@ -1,10 +1,10 @@
-"""What vLLM's live layers serve, asked on each rank and put together.
+"""The weights that vLLM's live layers serve, probed on each rank and joined.
 
-vLLM's CPU layers pack their weights and drop the originals, GPU layers fuse them, and tensor parallel gives each rank
-a part. So what is served is not read but asked: each live layer is applied to the probe vector, and its output is
-split where the Hugging Face tensors were joined. A rank says which rows of a tensor's probe it serves; a layer that is
-split along its input gives a summand of all rows. Rows that several ranks serve (norms, replicated key and value heads)
-must be right on each of them.
+vLLM's CPU layers pack their weights and drop the originals, GPU layers fuse them, and tensor parallelism gives each
+rank a part. The weights are therefore probed instead of read: each live layer is applied to the probe vector, and its
+output is split where the Hugging Face tensors were joined. Each rank reports which rows of a tensor's probe it serves.
+A layer that is split along its input returns a summand of all rows. Rows that several ranks serve (norms, replicated
+key and value heads) must be right on each of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,18 +23,18 @@ from rl_core.weights import probe_tensor, probe_vector
 from rl_rollout.engines.vllm.mixtures import ExpertPart, bias_parts, served_experts
 
 LiveParts = dict[str, "list[LivePart]"]
-"""What one rank serves of each tensor, by name."""
+"""One rank's live part of each tensor, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivePart:
-    """What one rank serves of a tensor's probe.
+    """One rank's live part of a tensor's probe.
 
     Attributes:
         values: [n] float32.
-        start: Row of the whole probe that the first value is of.
-        num_rows: Of the whole probe.
-        is_summand: The values of all ranks add up; otherwise they stand side by side.
+        start: Row of the whole probe that the first value belongs to.
+        num_rows: Number of rows of the whole probe.
+        is_summand: Whether the values of all ranks add up. Otherwise, they are concatenated.
     """
 
     values: FloatArray
@@ -44,7 +44,7 @@ class LivePart:
 
 
 def live_parts(model: torch.nn.Module) -> LiveParts:
-    """What this rank's layers serve, by the checkpoint's names as the model's loader knows them."""
+    """Return the live parts of this rank's layers, by checkpoint name as the model's loader knows it."""
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     parts: LiveParts = {}
     for name, part in _named_parts(model, packed):
@@ -53,15 +53,15 @@ def live_parts(model: torch.nn.Module) -> LiveParts:
 
 
 def join_parts(ranks: Sequence[LiveParts], expected: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
-    """The probe of each tensor as all ranks together serve it.
+    """Join the ranks' parts into each tensor's probe.
 
     Args:
-        ranks: What each rank serves; every rank has the same names.
-        expected: The probes that were sent. Of rows that several ranks serve, the ones farthest from these are taken:
-            a single stale copy is enough to make rollouts wrong.
+        ranks: Each rank's parts; all ranks have the same names.
+        expected: The probes that were sent. For rows that several ranks serve, the value farthest from these counts,
+            because a single stale copy makes rollouts wrong.
 
     Returns:
-        [out] by name; rows that no rank serves are NaN.
+        [out] by name; NaN for rows that no rank serves.
     """
     names = dict.fromkeys(name for rank in ranks for name in rank)
     return {
@@ -121,7 +121,7 @@ def _linear_parts(path: str, module: LinearBase, packed: Mapping[str, list[str]]
 
 
 def input_range(module: LinearBase) -> tuple[int, int, int]:
-    """First and last input of this rank, and how many there are on all ranks."""
+    """Return this rank's first and last input, and the total over all ranks."""
     if not isinstance(module, RowParallelLinear):
         return 0, module.input_size, module.input_size
     size = module.input_size_per_partition
@@ -131,7 +131,7 @@ def input_range(module: LinearBase) -> tuple[int, int, int]:
 def _split(
     module: LinearBase, outputs: torch.Tensor, names: Sequence[str], *, is_summand: bool | None = None
 ) -> Iterator[tuple[str, LivePart]]:
-    """Where this rank's outputs belong: joined layers are one behind the other on each rank, and in a joined tensor."""
+    """Locate this rank's outputs. Joined layers are concatenated on each rank and in a joined tensor."""
     if isinstance(module, RowParallelLinear):
         sums = module.tp_size > 1 if is_summand is None else is_summand
         yield names[0], LivePart(values=outputs.numpy(), start=0, num_rows=len(outputs), is_summand=sums)
@@ -151,25 +151,25 @@ def _split(
 
 
 def num_parts(module: LinearBase, index: int) -> int:
-    """In how many parts the layer's joined tensor `index` (such as q, k, v) is split."""
+    """Return how many parts the layer's joined tensor `index` (such as q, k, v) is split into."""
     if isinstance(module, ReplicatedLinear):
         return 1
     return int(module.tp_size // num_copies(module, index))
 
 
 def part_index(module: LinearBase, index: int) -> int:
-    """Which part of it this rank serves."""
+    """Return the index of this rank's part."""
     part: int = 0 if isinstance(module, ReplicatedLinear) else module.tp_rank // num_copies(module, index)
     return part
 
 
 def num_copies(module: LinearBase, index: int) -> int:
-    """Ranks that serve the same key and value head, where there are more ranks than heads."""
+    """Return how many ranks serve the same key and value head, if there are more ranks than heads."""
     return module.num_kv_head_replicas if isinstance(module, QKVParallelLinear) and index > 0 else 1
 
 
 def _vocabulary_part(module: VocabParallelEmbedding) -> LivePart:
-    """This rank's rows; padding is dropped."""
+    """Return this rank's rows, without padding."""
     indices = module.shard_indices
     if isinstance(module, ParallelLMHead):
         rows = _apply(module, 0, module.embedding_dim, module.embedding_dim)[: indices.num_org_elements].numpy()
@@ -179,7 +179,7 @@ def _vocabulary_part(module: VocabParallelEmbedding) -> LivePart:
 
 
 def _expert_part(part: ExpertPart, values: FloatArray) -> LivePart:
-    """This rank's part of an expert's tensor; no numbers, unless it serves what arrived."""
+    """Return this rank's part of an expert's tensor; NaN unless it serves what arrived."""
     config = part.layer.moe_config
     if part.dim:
         return LivePart(values=values, start=0, num_rows=len(values), is_summand=config.tp_size > 1)
@@ -187,7 +187,7 @@ def _expert_part(part: ExpertPart, values: FloatArray) -> LivePart:
 
 
 def _apply(module: Any, first: int, last: int, num_inputs: int) -> torch.Tensor:
-    """[out] float32: the live layer, packed as it is, on its part of the probe vector."""
+    """Return [out] float32: the live, packed layer applied to its part of the probe vector."""
     vector = probe_vector(num_inputs)[first:last].to(device=module.weight.device, dtype=module.weight.dtype)
     output: torch.Tensor = module.quant_method.apply(module, vector.unsqueeze(0))
     return output.squeeze(0).float().cpu()

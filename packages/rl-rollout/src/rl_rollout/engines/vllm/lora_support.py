@@ -1,4 +1,4 @@
-"""Which adapters vLLM can serve of a model; importing this loads no engine."""
+"""Which adapters vLLM can serve for a model. Importing this loads no engine."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,27 +8,27 @@ from rl_rollout.engines.options import VLLMOptions
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each tensor by Hugging Face name."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Sizes of a slot that vLLM takes."""
+"""Maximum ranks of a slot that vLLM supports."""
 EXPERTS = re.compile(r"\.experts\.\d+\.")
 
 
 def target_modules(options: VLLMOptions, shapes: Shapes) -> tuple[str, ...]:
-    """Last parts of the names of the modules that an adapter may change.
+    """Return the last parts of the names of the modules that an adapter may change.
 
-    vLLM's own choice takes the embeddings and the head too, with which it cannot score.
+    vLLM's own choice includes the embeddings and the head, with which it cannot score.
 
     Args:
-        options: Its lora_target_modules; none take every linear of the layers, of a mixture the attention's.
+        options: Its lora_target_modules. Empty selects every linear of the layers; for a mixture, only the attention's.
         shapes: The model's tensors.
     """
     return options.lora_target_modules or tuple(sorted(_linear_names(shapes)))
 
 
 def lora_problems(options: VLLMOptions, shapes: Shapes) -> Iterator[str]:
-    """What vLLM cannot do of the adapters that are asked for.
+    """Describe what vLLM does not support of the requested adapters.
 
     Args:
-        options: How the engine shall run.
+        options: The engine's options.
         shapes: The model's tensors.
     """
     if not 0 <= options.max_lora_rank <= LORA_RANKS[-1]:

@@ -1,8 +1,8 @@
-"""Experts of a mixture in vLLM: packed anew at each update, and read back bit for bit.
+"""Experts of a mixture in vLLM: packed again at each update, and read back bit for bit.
 
-A layer keeps all of its experts in two tensors. On CPUs these are padded and packed for the kernel, and the originals
-are dropped. Packing moves elements and computes nothing: an index that is packed alike says where each came from.
-Experts of other kernels are asked what they compute (`expert_probes.py`).
+A layer keeps all of its experts in two tensors. On CPUs, these are padded and packed for the kernel, and the originals
+are dropped. Packing only moves elements, so an index that is packed the same way tells where each came from. Experts of
+other kernels are probed (`expert_probes.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,22 +29,22 @@ from rl_rollout.engines.vllm.expert_probes import AskedExpert, ask_of, why_not_a
 
 LIBC = CDLL(None)
 READABLE = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON)
-"""Kernels whose layout is known: Triton takes experts as they were loaded."""
+"""Kernels with a known layout. Triton uses experts as loaded."""
 
 _sums: "WeakKeyDictionary[torch.nn.Module, dict[tuple[int, str] | None, str]]" = WeakKeyDictionary()
-"""Checksum of what each layer must hold after the last update, by expert and projection; None is its bias."""
+"""Checksum of each layer's expected tensors after the last update, by expert and projection; None is its bias."""
 
 _asked: "WeakKeyDictionary[torch.nn.Module, dict[int, AskedExpert]]" = WeakKeyDictionary()
-"""Of each layer that cannot be read the experts that the last update brought."""
+"""For each layer that cannot be read, the experts of the last update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPart:
-    """What one rank holds of one tensor of one expert.
+    """One rank's part of one tensor of one expert.
 
     Attributes:
         layer: vLLM's.
-        expert: Its number.
+        expert: Index of the expert.
         projection: Its name in the checkpoint, such as "gate_proj".
     """
 
@@ -54,17 +54,17 @@ class ExpertPart:
 
     @property
     def dim(self) -> int:
-        """Where ranks split the tensor: gate and up along their outputs, down along its inputs."""
+        """The dimension along which ranks split the tensor: outputs for gate and up, inputs for down."""
         return int(self.projection == self.layer.ckpt_down_proj_name)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor, as it must be served."""
+        """Return this rank's part of a whole tensor."""
         config = self.layer.moe_config
         part: torch.Tensor = tensor.detach().tensor_split(config.tp_size, self.dim)[config.tp_rank]
         return part.to(self.layer.params_dtype)
 
     def read(self) -> torch.Tensor:
-        """[out, in]: what the live layer has."""
+        """Return the live layer's tensor, [out, in]."""
         layer, config = self.layer, self.layer.moe_config
         weight: torch.Tensor = (layer.w2_weight if self.dim else layer.w13_weight)[self.expert]
         rows, columns = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded
@@ -79,7 +79,7 @@ class ExpertPart:
         return weight.flatten().index_select(0, places.flatten()).view(places.shape)
 
     def expect(self, tensor: torch.Tensor) -> None:
-        """Note what must be served later, when a whole tensor arrives."""
+        """Record the expected tensor when a whole tensor arrives."""
         part = self.of(tensor).to(current_platform.device_type)  # while it is loaded, a layer is on none
         if _is_readable(self.layer):
             _sums.setdefault(self.layer, {})[self.expert, self.projection] = tensor_checksum(part)
@@ -88,16 +88,16 @@ class ExpertPart:
         expert.arrive(self.projection, part, self._probe(part), _projections(self.layer))
 
     def read_probe(self) -> FloatArray:
-        """This rank's rows of the tensor's probe, as it was read; NaN unless it is what arrived, bit for bit.
+        """Return this rank's rows of the live tensor's probe. NaN unless it equals what arrived, bit for bit.
 
-        What the engine was started with counts as arrived when it is first read.
+        The tensors from the engine's start count as arrived when they are first read.
         """
         tensor = self.read()
         is_expected = _is_expected(self.layer, (self.expert, self.projection), tensor)
         return self._probe(tensor) if is_expected else self.unlike()
 
     def unlike(self) -> FloatArray:
-        """NaN for each of this rank's rows."""
+        """Return NaN for each of this rank's rows."""
         config = self.layer.moe_config
         size = config.hidden_dim_unpadded if self.dim else config.intermediate_size_per_partition_unpadded
         return np.full(size, np.nan, np.float32)
@@ -111,7 +111,7 @@ class ExpertPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasPart:
-    """What the router of a layer adds to its scores to choose experts; every rank has all of it.
+    """The bias that a layer's router adds to its scores to choose experts. Every rank has all of it.
 
     Attributes:
         layer: vLLM's.
@@ -120,21 +120,21 @@ class BiasPart:
     layer: Any
 
     def read(self) -> torch.Tensor:
-        """[experts] float32: what the router has, whatever the gate has loaded."""
+        """Return the router's [experts] float32 bias, whatever the gate has loaded."""
         bias: torch.Tensor = self.layer.router.e_score_correction_bias
         return bias.detach()
 
     def expect(self, tensor: torch.Tensor) -> None:
-        """Note what must be read later, when a tensor arrives."""
+        """Record the expected tensor when one arrives."""
         _sums.setdefault(self.layer, {})[None] = tensor_checksum(tensor.float().to(current_platform.device_type))
 
     def is_expected(self, found: torch.Tensor) -> bool:
-        """Whether what was read is what arrived, bit for bit."""
+        """Return True if the live bias equals what arrived, bit for bit."""
         return _is_expected(self.layer, None, found.float())
 
 
 def keep_cpu_experts() -> None:
-    """Let vLLM compute experts with its CPU kernel also where it serves adapters: it takes Triton's, for GPUs."""
+    """Make vLLM compute experts with its CPU kernel with adapters too, instead of Triton's GPU kernel."""
     select = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def select_without_adapters(moe_config: Any) -> Any:
@@ -144,13 +144,13 @@ def keep_cpu_experts() -> None:
 
 
 def bias_parts(path: str, layer: MoERunner) -> Iterator[tuple[str, BiasPart]]:
-    """The bias of a layer's router, where it has one, by the checkpoint's name."""
+    """Return the bias of a layer's router, if it has one, by checkpoint name."""
     if getattr(layer.router, "e_score_correction_bias", None) is not None:
         yield f"{path.rpartition('.')[0]}.gate.e_score_correction_bias", BiasPart(layer=layer)
 
 
 def expert_parts(path: str, layer: RoutedExperts) -> Iterator[tuple[str, ExpertPart]]:
-    """All tensors of a layer's experts, by the checkpoint's names as the model's loader knows them."""
+    """Return all tensors of a layer's experts, by checkpoint name as the model's loader knows it."""
     prefix = path.removesuffix(".routed_experts")
     for expert in range(layer.local_num_experts):
         for name in _projections(layer):
@@ -158,7 +158,7 @@ def expert_parts(path: str, layer: RoutedExperts) -> Iterator[tuple[str, ExpertP
 
 
 def served_experts(path: str, layer: RoutedExperts) -> Iterator[tuple[str, ExpertPart, FloatArray]]:
-    """Each tensor of a layer's experts, with this rank's rows of its probe: NaN where it serves something else."""
+    """Return this rank's rows of each expert tensor's probe; NaN if the layer serves other weights."""
     is_readable, wrong = _is_readable(layer), set[str]()
     first, *_, down = _projections(layer)
     for name, part in expert_parts(path, layer):
@@ -174,10 +174,10 @@ def served_experts(path: str, layer: RoutedExperts) -> Iterator[tuple[str, Exper
 
 
 def before_reload(model: torch.nn.Module) -> None:
-    """Let the next reload pack experts: vLLM 0.32 on CPUs packs those of layers alone that have no kernel yet.
+    """Make the next reload pack experts. vLLM 0.32 on CPUs packs only those of layers without a kernel.
 
     Raises:
-        EngineError: What the model serves of its experts could not be proven.
+        EngineError: The model's experts could not be proven.
     """
     for path, layer in _routed(model):
         method = layer.quant_method
@@ -194,10 +194,10 @@ def before_reload(model: torch.nn.Module) -> None:
 
 
 def noted(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass an update's tensors on, and note what experts and biases among them must be afterwards.
+    """Pass an update's tensors on, and record the expected experts and biases.
 
-    What the allocator keeps of the first layer is given back: a layer needs its own size twice while vLLM loads it, and
-    with the rest of another that were more than a mixture of two layers. Later ones take over what is kept.
+    The allocator's cache of the first layer is returned. A layer needs twice its own size while vLLM loads it; with
+    another layer's cache, that would exceed a mixture of two layers. Later layers reuse the cache.
     """
     parts: dict[str, ExpertPart | BiasPart] = {}
     for path, layer in model.named_modules():
@@ -217,7 +217,7 @@ def noted(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -
 
 
 def loader_names(model: torch.nn.Module) -> Callable[[str], str]:
-    """What gives a Hugging Face name as the model's loader knows it; tensors that it joins keep theirs."""
+    """Return a function that maps Hugging Face names to those of the model's loader. Joined tensors keep theirs."""
     if (mapper := getattr(model, "hf_to_vllm_mapper", None)) is None:
         return str
     mapper = replace(mapper, orig_to_new_stacked={})
@@ -243,7 +243,7 @@ def _routed(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 @lru_cache(maxsize=2)
 def _places(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torch.Tensor:
-    """[out, in] int32: where packing puts each element."""
+    """Return [out, in] int32: where packing moves each element."""
     number = torch.arange(shape[0] * shape[1], dtype=torch.int32)
     carrier, mask = (torch.int32, -1) if dtype.itemsize == 4 else (torch.int16, 0xFFFF)
     packed = torch.zeros_like(number)

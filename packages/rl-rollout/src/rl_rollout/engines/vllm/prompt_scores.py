@@ -1,8 +1,8 @@
-"""Logprobs of prompts with their likeliest alternatives, inside vLLM's workers, in memory that does not grow.
+"""Logprobs of prompts and their most likely alternatives, inside vLLM's workers, in bounded memory.
 
-vLLM's own way holds the logits of all tokens that a step has of a sequence, [tokens, V] twice in float32: 10 GB for
-8,192 tokens of a vocabulary of 151,936. It also ranks each token with a function that torch compiles, for a number that
-nobody here reads.
+vLLM's own way holds a step's logits of all tokens of a sequence, [tokens, V] twice in float32: 10 GB for 8,192 tokens
+of a vocabulary of 151,936. It also ranks each token with a function that torch compiles, for a number that is unused
+here.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 
 MAX_ROWS = 512
-"""Tokens whose logits are held at once; with fewer the output matrix is read too often."""
+"""Number of tokens whose logits are held at once. With fewer, the output matrix is read too often."""
 
 
 def gather_without_ranks(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
-    """Each row's token, then the row's likeliest tokens.
+    """Return each row's token, then the row's most likely tokens.
 
     Args:
         logprobs: [N, V].
@@ -25,7 +25,7 @@ def gather_without_ranks(logprobs: torch.Tensor, num_logprobs: int, token_ids: t
         token_ids: [N] int64.
 
     Returns:
-        [N, K + 1] int32 ids with their logprobs; ranks of 0.
+        [N, K + 1] int32 ids with their logprobs; ranks are 0.
     """
     columns = token_ids.unsqueeze(-1)
     if num_logprobs:
@@ -34,7 +34,7 @@ def gather_without_ranks(logprobs: torch.Tensor, num_logprobs: int, token_ids: t
 
 
 def score_in_pieces(runner: Any) -> None:
-    """Let a worker's model runner score prompts by `score_prompts`, and rank no token."""
+    """Make a worker's model runner score prompts with `score_prompts`, and rank no token."""
     runner.sampler.gather_logprobs = gather_without_ranks
     runner._get_prompt_logprobs_dict = MethodType(score_prompts, runner)
 
@@ -42,15 +42,15 @@ def score_in_pieces(runner: Any) -> None:
 def score_prompts(
     runner: Any, hidden_states: torch.Tensor, num_scheduled_tokens: Mapping[str, int]
 ) -> dict[str, LogprobsTensors]:
-    """What vLLM's `_get_prompt_logprobs_dict` gives: the scores of the prompts that this step completes.
+    """Replace vLLM's `_get_prompt_logprobs_dict`: return the scores of the prompts that this step completes.
 
     Args:
         runner: vLLM's model runner.
         hidden_states: [tokens of the step, H].
-        num_scheduled_tokens: Of each request in the step.
+        num_scheduled_tokens: Number for each request in the step.
 
     Returns:
-        By request, [P - 1, K + 1] of its P prompt tokens but the first.
+        By request, [P - 1, K + 1] for its P prompt tokens after the first.
     """
     completed: dict[str, LogprobsTensors] = {}
     for request_id, top_k in runner.num_prompt_logprobs.items():
@@ -78,7 +78,7 @@ def score_prompts(
 def _fill(
     runner: Any, scores: LogprobsTensors, hidden_states: torch.Tensor, token_ids: torch.Tensor, start: int
 ) -> None:
-    """Put the scores of token_ids, which hidden_states predict, in their rows from start on."""
+    """Write the scores of token_ids, which hidden_states predict, to their rows from start on."""
     top_k = scores.logprobs.shape[1] - 1
     for begin in range(0, len(token_ids), MAX_ROWS):
         piece = slice(begin, begin + MAX_ROWS)

@@ -1,10 +1,10 @@
 """A KV connector with which vLLM computes a prompt once for all samples that have it.
 
-vLLM's prefix caching shares whole blocks, of at least 32 tokens on CPUs: of a short prompt nothing, and of a
-long one up to 31 tokens less, for each of a group's samples again. Here the first sample of a prompt that is
-scheduled leads. Those that follow while it runs take the leader's blocks as they are, copied in each layer just
-before its attention, when the leader's keys and values of this step are already there. They compute their
-prompt's last token alone, to have its logits.
+vLLM's prefix caching shares complete blocks, of at least 32 tokens on CPUs. It shares nothing of a short prompt, and up
+to 31 tokens of a long one are computed again for each of a group's samples. Here, the first scheduled sample of a
+prompt is the leader. Samples that follow while it runs copy the leader's blocks in each layer just before its
+attention, when the leader's keys and values of this step are already there. They compute only their prompt's last
+token, for its logits.
 """
 
 from dataclasses import dataclass, field
@@ -39,10 +39,10 @@ class BlockCopies(KVConnectorMetadata):  # type: ignore[misc] # vLLM is not type
 
 
 class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typed
-    """Both sides of the connector: the scheduler's, which plans the copies, and the worker's, which makes them."""
+    """Both sides of the connector: the scheduler's plans the copies, the worker's makes them."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Begin without leaders."""
+        """Start without leaders."""
         super().__init__(vllm_config, role, kv_cache_config)
         self._block_size: int = vllm_config.cache_config.block_size
         self._leaders: dict[Shared, Request] = {}
@@ -54,14 +54,14 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
 
     @property
     def num_leaders(self) -> int:
-        """Samples whose prompts others take."""
+        """Number of samples whose prompts others copy."""
         return len(self._leaders)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """All tokens of the prompt but its last, when a leader runs.
+        """Return the number of prompt tokens without the last, if a leader runs.
 
-        A sample that starts again after a preemption does not follow: it computes tokens of its response too, over
-        which the leader's block would be copied.
+        A sample that restarts after a preemption does not follow. It also computes tokens of its response, which the
+        copied block would overwrite.
         """
         if request.num_tokens > request.num_prompt_tokens:
             return 0, False
@@ -71,10 +71,10 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
         return max(request.num_prompt_tokens - 1 - num_computed_tokens, 0), False
 
     def update_state_after_alloc(self, request: Request, blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        """Plan the copies of a sample that follows; a sample that computes its whole prompt leads from now on.
+        """Plan the copies of a follower. A sample that computes its whole prompt leads from now on.
 
-        A leader's prompt is whole by the end of this step: one that is cut short takes all that is left of the
-        step's tokens, and nobody follows it until it is scheduled again.
+        A leader's prompt is complete at the end of this step. A truncated one uses all remaining tokens of the step,
+        and nobody follows it until it is scheduled again.
         """
         shared = _shared(request)
         if not num_external_tokens:
@@ -89,7 +89,7 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
         self._planned.targets.extend(targets[first:last])
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> BlockCopies:  # noqa: ARG002 - vLLM's interface
-        """The copies of this step."""
+        """Return the copies of this step."""
         planned, self._planned = self._planned, BlockCopies()
         return planned
 
@@ -98,21 +98,21 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
         request: Request,
         block_ids: list[int],  # noqa: ARG002 - vLLM's interface
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A leader that ends leads no more."""
+        """Remove a leader that ended."""
         shared = _shared(request)
         if self._leaders.get(shared) is request:
             del self._leaders[shared]
         return False, None
 
     def reset_cache(self) -> bool:
-        """Forget all leaders: their weights are gone."""
+        """Forget all leaders, because their weights are gone."""
         self._leaders.clear()
         return True
 
     # the worker's side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the caches, [blocks, ...] by layer."""
+        """Store the caches, [blocks, ...] by layer."""
         self._kv_caches = kv_caches
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ARG002 - vLLM's interface
@@ -122,16 +122,16 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
         self._targets = torch.tensor(plan.targets, dtype=torch.int64)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Copy one layer's blocks; its keys and values of this step are written."""
+        """Copy one layer's blocks. Its keys and values of this step are written."""
         if len(self._sources):
             cache = self._kv_caches[layer_name]
             cache.index_copy_(0, self._targets, cache.index_select(0, self._sources))
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved."""
+        """Save nothing."""
 
     def wait_for_save(self) -> None:
-        """The step is over; the next has a plan of its own."""
+        """End the step. The next one has its own plan."""
         self._sources = self._targets = torch.empty(0, dtype=torch.int64)
 
 

@@ -43,10 +43,10 @@ FINISH_REASONS: Mapping[FinishReason, OurFinishReason] = {
     FinishReason.ABORT: "abort",
 }
 MAX_IDLE_STEPS = 100
-"""Steps without any computation, while samples run, after which the scheduler is stuck."""
+"""Maximum number of steps without computation while samples run. Beyond it, the scheduler is stuck."""
 
 MAX_SCORING_STEPS = 2
-"""Steps' worth of tokens to score that vLLM is given at once: requests that come later do not wait for more."""
+"""Scoring requests that vLLM gets at once, in steps' worth of tokens, so that later requests do not wait longer."""
 
 _engines_in_process: set[int] = set()
 
@@ -54,8 +54,8 @@ _engines_in_process: set[int] = set()
 class VLLMStepper:
     """One vLLM core, driven step by step.
 
-    Requests go straight to the core and tokens come straight from it: vLLM's own front end, made for text
-    and streams, takes as long as the model when responses are short.
+    Requests and tokens go directly to and from the core. vLLM's front end, made for text and streams, takes as long as
+    the model when responses are short.
     """
 
     def __init__(self, model_dir: Path, options: VLLMOptions) -> None:
@@ -111,7 +111,7 @@ class VLLMStepper:
         return self._traits
 
     def admit(self, samples: Sequence[Sample]) -> None:
-        """See `Stepper.admit`; what is to be scored waits here for its turn."""
+        """See `Stepper.admit`. Sequences to score wait here for their turn."""
         for sample in samples:
             if sample.sampling is None:
                 self._to_score.append(sample)
@@ -163,12 +163,12 @@ class VLLMStepper:
         )
 
     def _changed_buffers(self) -> list[str]:
-        """What a sleep has changed and no update brings."""
+        """Describe buffers that a sleep changed and no update restores."""
         ranks: list[list[str]] = self._core.collective_rpc("changed_buffers")
         return [problem for rank in ranks for problem in rank]
 
     def _replace_weights(self, update: WeightUpdate) -> list[dict[str, str]]:
-        """What arrived at each rank."""
+        """Replace the weights. Return what arrived at each rank."""
         what, details = replacement(update)
         arrived: list[dict[str, str]]
         if not update.is_sent:
@@ -183,11 +183,11 @@ class VLLMStepper:
         return arrived
 
     def reset_prefix_cache(self) -> None:
-        """See `Stepper.reset_prefix_cache`; running requests compute theirs again."""
+        """See `Stepper.reset_prefix_cache`. Running requests compute theirs again."""
         self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
     def sleep(self, level: Literal[1, 2]) -> None:
-        """See `Stepper.sleep`: weights go to the host, or are dropped; the KV cache goes."""
+        """See `Stepper.sleep`. Weights move to the host or are dropped, and the KV cache is freed."""
         self.reset_prefix_cache()
         self._core.collective_rpc("note_buffers")
         self._core.model_executor.sleep(level)
@@ -222,7 +222,7 @@ class VLLMStepper:
             return LLMEngine.from_engine_args(engine_arguments(model_dir, options, self._shapes))
 
     def _take_workers(self) -> WorkerWatch:
-        """Watch the workers' processes, and let nothing of them outlive them."""
+        """Watch the workers' processes, and remove everything that could outlive them."""
         executor = self._core.model_executor
         if self._num_ranks > 1:
             self._core.collective_rpc("unlink_shared")
@@ -230,7 +230,7 @@ class VLLMStepper:
         return WorkerWatch(executor)
 
     def _capture_experts(self, options: VLLMOptions) -> ExpertRows | None:
-        """Have the experts of tokens kept, where the model is a mixture."""
+        """Record the experts of tokens, if the model is a mixture."""
         config = self._engine.model_config
         if not (options.capture_experts and config.is_moe):
             return None
@@ -238,7 +238,7 @@ class VLLMStepper:
             if not (self._is_cpu or options.enforce_eager):
                 raise EngineError(
                     "vLLM's CUDA graphs do not tell which experts they choose. Set enforce_eager = true, or "
-                    "capture_experts = false: training then chooses experts anew."
+                    "capture_experts = false: training then chooses experts again."
                 )
             self._core.collective_rpc("capture_experts")
             shape = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
@@ -258,7 +258,7 @@ class VLLMStepper:
             raise
 
     def _without_adapter(self) -> list[Sample]:
-        """End samples whose adapter is gone: vLLM would fail the step, and with it all others."""
+        """End samples whose adapter is gone. Otherwise, vLLM would fail the step for all samples."""
         samples = [sample for sample, _ in self._running.values() if sample.adapter is None]
         reason = self._adapter.absence(samples)
         if reason is None:
@@ -269,7 +269,7 @@ class VLLMStepper:
         return samples
 
     def _add_scoring(self) -> None:
-        """Give vLLM what is to be scored, as much of it as its next steps can take; one sequence at least."""
+        """Send sequences to score to vLLM, as many as its next steps can process, at least one."""
         while self._to_score and self._num_scoring_tokens < self._max_scoring_tokens:
             sample = self._to_score.popleft()
             self._num_scoring_tokens += len(sample.input_ids)
@@ -330,7 +330,7 @@ class VLLMStepper:
         return params
 
     def _take(self, output: EngineCoreOutput) -> Sample | None:
-        """Give the new tokens to their sample; the sample when it is finished."""
+        """Add new tokens to their sample. Return the sample when it is finished."""
         entry = self._running.get(output.request_id)
         if entry is None:
             return None

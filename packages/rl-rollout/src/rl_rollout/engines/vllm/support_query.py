@@ -1,4 +1,4 @@
-"""Run as a script, in a child: prints what the installed vLLM supports, as a line of JSON. It loads no model."""
+"""A script for a child process: prints what the installed vLLM supports, as a line of JSON. It loads no model."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _backends(dtype: str) -> dict[int, Any]:
-    """The attention backend that vLLM chooses for each size of heads; none where it has none."""
+    """Return the attention backend that vLLM chooses for each head size; None if it supports none."""
     import torch
     from vllm.platforms import current_platform
     from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -52,7 +52,7 @@ def _backends(dtype: str) -> dict[int, Any]:
 
 
 def _block_sizes(backend: Any) -> list[int]:
-    """What a block's size must be a multiple of: one of these."""
+    """Return the sizes that a block's size must be a multiple of."""
     return [getattr(size, "base", size) for size in backend.get_supported_kernel_block_sizes()]
 
 

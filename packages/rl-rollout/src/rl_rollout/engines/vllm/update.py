@@ -1,4 +1,4 @@
-"""A weight update on its way to vLLM's workers, and what they say of it."""
+"""Sends a weight update to vLLM's workers, and joins their answers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,15 +16,15 @@ from rl_core.weights import FOLDER_PREFIX, SHARED_MEMORY, WeightUpdate
 from rl_rollout.engines.weight_checks import announced_tensors, update_file
 
 WeightSource = Mapping[str, torch.Tensor] | Path
-"""Where workers take tensors from: this process, or a safetensors file."""
+"""The workers' source of tensors: this process, or a safetensors file."""
 
 
 def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
-    """An empty tensor for each one of the update, with its shape.
+    """Return an empty tensor with the shape of each tensor in the update.
 
     Raises:
         EngineError: The update has no tensors.
-        WeightsGoneError: Its file is gone or torn.
+        WeightsGoneError: Its file is gone or truncated.
     """
     if update.is_sent:
         return announced_tensors(update)
@@ -39,11 +39,11 @@ def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def workers_source(update: WeightUpdate, *, is_shared: bool) -> Iterator[WeightSource]:
-    """What workers read an update from.
+    """Return the source from which workers read an update.
 
     Args:
-        update: With tensors or a file.
-        is_shared: The workers are other processes: tensors of this one are written to shared memory meanwhile.
+        update: An update with tensors or a file.
+        is_shared: Whether the workers are other processes. This process's tensors are then written to shared memory.
     """
     if update.tensors is None:
         if update.file is None:
@@ -59,21 +59,21 @@ def workers_source(update: WeightUpdate, *, is_shared: bool) -> Iterator[WeightS
 
 
 def expected_probes(update: WeightUpdate) -> dict[str, FloatArray]:
-    """The probes that were sent, by name; of a tied name, its source's."""
+    """Return the probes that were sent, by name. A tied name has its source's."""
     probes = {name: digest.probe for name, digest in update.served.items()}
     tied = {name: probes[source] for name, source in update.tied.items() if source in probes}
     return probes | tied
 
 
 def replacement(update: WeightUpdate) -> tuple[str, tuple[Any, ...]]:
-    """What workers replace, and what they are told beside its tensors."""
+    """Return what workers replace, and their further arguments."""
     if update.adapter is not None:
         return "adapter", (update.version,)
     return "all_weights", (list(update.tied), {name: digest.kind for name, digest in update.digests.items()})
 
 
 def join_arrived(ranks: Sequence[Mapping[str, str]], update: WeightUpdate) -> dict[str, str]:
-    """Checksums of the tensors as they arrived; where ranks differ, one that is not what was sent."""
+    """Return checksums of the tensors as they arrived. If ranks differ, one that differs from the sent one."""
     sent = {name: digest.checksum for name, digest in update.digests.items()}
     return {
         name: next((rank[name] for rank in ranks if rank[name] != sent.get(name)), first)

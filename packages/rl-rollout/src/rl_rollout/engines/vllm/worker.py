@@ -1,6 +1,6 @@
-"""What runs inside vLLM's workers: replacing all weights, and asking the live layers what they serve.
+"""Code inside vLLM's workers: replaces all weights, and probes the live layers.
 
-With tensor parallel each rank is a process of its own, to which no tensor is passed: it reads the update's file.
+With tensor parallelism, each rank is its own process. It gets no tensors, and reads the update's file.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ if current_platform.is_cpu():
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; called with `collective_rpc`."""
+    """Methods added to vLLM's worker, called with `collective_rpc`."""
 
     model_runner: Any
     device: torch.device
@@ -55,12 +55,12 @@ class WorkerExtension:
         """Load every tensor of the model, by Hugging Face name.
 
         Args:
-            source: The tensors, or a safetensors file that holds them.
-            tied: Names among them that the model serves from another tensor.
-            kinds: What checksum to compute of each; crc32c where none is named.
+            source: The tensors, or a safetensors file with them.
+            tied: Names that the model serves from another tensor.
+            kinds: Kind of checksum for each tensor; crc32c by default.
 
         Returns:
-            Checksum of each tensor as this rank got it.
+            Checksum of each tensor as this rank received it.
         """
         model = self.model_runner.get_model()
         with _opened(source) as tensors, PassingChecksums(kinds) as sums:
@@ -74,14 +74,14 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def receive_all_weights(self, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, str]:
-        """As `replace_all_weights`, of tensors that come over the network; see `receive_all`."""
+        """Same as `replace_all_weights`, for tensors from the network. See `receive_all`."""
         arrived = receive_all(self, sources, plan)
         repack_output_head(self.model_runner.get_model())
         self._drop_adapter()
         return arrived
 
     def open_adapter_slot(self, modules: Iterable[str]) -> list[str]:
-        """Get ready to serve adapters; see `AdapterSlot.served`."""
+        """Prepare to serve adapters. See `AdapterSlot.served`."""
         self._adapter_slot = AdapterSlot(self.model_runner)
         if self.device.type == "cpu":
             multiply_at_once(self.model_runner)
@@ -89,13 +89,13 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def replace_adapter(self, source: Mapping[str, torch.Tensor] | Path, version: int) -> dict[str, str]:
-        """As `replace_all_weights`, of an adapter beside weights that stay; see `AdapterSlot.replace`."""
+        """Same as `replace_all_weights`, for an adapter on unchanged weights. See `AdapterSlot.replace`."""
         with _opened(source) as tensors:
             return self._slot.replace(dict(tensors), version)
 
     @torch.inference_mode()
     def receive_adapter(self, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, str]:
-        """As `replace_adapter`, of tensors that come over the network."""
+        """Same as `replace_adapter`, for tensors from the network."""
         return self._slot.replace(receive_tensors(self, sources, plan), plan.version)
 
     def follow_adapter(self, loras: Mapping[str, Any]) -> None:
@@ -123,9 +123,9 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def probe_live_weights(self, names: Iterable[str]) -> LiveParts:
-        """What this rank serves of each named Hugging Face tensor, and of its adapter's.
+        """Return this rank's live part of each named Hugging Face tensor, and of its adapter's.
 
-        Names that have no live layer are left out.
+        Names without a live layer are omitted.
         """
         model = self.model_runner.get_model()
         live, vllm_name = live_parts(model), loader_names(model)
@@ -135,12 +135,12 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def note_buffers(self) -> None:
-        """Note what a sleep must not change: buffers, which no update brings."""
+        """Record the buffers, which a sleep must not change and no update restores."""
         self._noted_buffers = self._buffer_checksums()
 
     @torch.inference_mode()
     def changed_buffers(self) -> list[str]:
-        """What is another buffer since it was noted."""
+        """Return the buffers that changed since they were recorded."""
         noted, self._noted_buffers = self._noted_buffers, {}
         found = self._buffer_checksums() if noted else {}
         return [
@@ -155,29 +155,29 @@ class WorkerExtension:
         return {name: digest.checksum for name, digest in digest_tensors(buffers, kind="sums").items()}
 
     def unlink_shared(self) -> None:
-        """Let nothing stay in shared memory or the temporary folder when this process is killed."""
+        """Unlink shared memory and temporary files, so that none stay when this process is killed."""
         is_cpu = self.device.type == "cpu"  # on GPUs a communicator may be made later
         unlink_what_workers_share(self.distributed_init_method if is_cpu else None)
 
     def capture_experts(self) -> None:
-        """Keep the experts of each token, on the first rank: all choose alike."""
+        """Keep the experts of each token on the first rank. All ranks choose the same."""
         if self.rank == 0:
             self._expert_store = ExpertStore(self.model_runner)
 
     def captured_experts(self, wanted: Sequence[KeptRows]) -> list[ExpertArray] | None:
-        """The experts of these tokens, from the rank that keeps them."""
+        """Return the experts of these tokens, from the rank that keeps them."""
         return self._expert_store.rows(wanted) if self.rank == 0 else None
 
     def score_in_pieces(self) -> None:
-        """Score prompts with a bounded number of logits at a time, and rank no token; see `vllm_prompt_scores`."""
+        """Score prompts with a bounded number of logits at a time, and rank no token. See `prompt_scores`."""
         score_in_pieces(self.model_runner)
 
     def draw_by_seed_and_position(self) -> None:
-        """Let the sampler on a CPU draw each token by its sample's seed and its position in the response alone.
+        """Make the CPU sampler draw each token only by its sample's seed and its position in the response.
 
-        vLLM keeps a generator for each seeded request, which on CPUs fails when a prompt is computed in pieces (it
-        cannot be wound back), and draws anew what a preemption repeats. Seeds come in `extra_args`, so that vLLM
-        makes no generators.
+        vLLM keeps a generator for each seeded request. On CPUs, that fails when a prompt is computed in pieces, because
+        the generator cannot be rewound, and a preemption draws tokens again. Seeds are passed in `extra_args`, so that
+        vLLM creates no generators.
         """
         runner = self.model_runner
 
@@ -192,7 +192,7 @@ class WorkerExtension:
 
 
 def _row_seeds(runner: Any, num_rows: int) -> torch.Tensor:
-    """[N] int64: for each request of the batch a number that its seed and the position of its next token decide."""
+    """Return [N] int64: for each request, a number determined by its seed and the position of its next token."""
     batch = runner.input_batch
     if num_rows != batch.num_reqs:
         raise RuntimeError(f"vLLM samples {num_rows} rows for {batch.num_reqs} requests; expected one a request.")
@@ -204,7 +204,7 @@ def _row_seeds(runner: Any, num_rows: int) -> torch.Tensor:
 
 
 def _splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix the bits of each number (Steele et al. 2014), so that neighbours have nothing in common."""
+    """Mix the bits of each number (Steele et al. 2014), so that adjacent numbers become unrelated."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -213,7 +213,7 @@ def _splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @contextmanager
 def _opened(source: Mapping[str, torch.Tensor] | Path) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
-    """The tensors one by one; a file's are read when they are asked for."""
+    """Yield the tensors one by one. Those of a file are read on demand."""
     if isinstance(source, Mapping):
         yield source.items()
         return
@@ -227,7 +227,7 @@ def _untied(tensors: Iterable[tuple[str, torch.Tensor]], tied: Collection[str]) 
 
 
 def repack_output_head(model: torch.nn.Module) -> None:
-    """Pack the output head anew: vLLM's reload leaves one that is tied to the embeddings stale on CPUs."""
+    """Pack the output head again. On CPUs, vLLM's reload leaves one that is tied to the embeddings stale."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)

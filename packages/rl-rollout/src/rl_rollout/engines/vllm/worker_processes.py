@@ -1,4 +1,4 @@
-"""vLLM's worker processes under tensor parallel: what they run with, and that nothing of them stays behind."""
+"""vLLM's worker processes under tensor parallelism: their environment, and their cleanup."""
 
 import gc
 import os
@@ -21,16 +21,16 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @contextmanager
 def worker_environment(num_workers: int, *, num_threads: int, is_cpu: bool) -> Iterator[None]:
-    """Variables that workers are started with.
+    """Return the environment variables of the workers.
 
-    All of them are on this machine: gloo, of which vLLM makes groups even for a single worker, listens on loopback.
-    On CPUs vLLM binds each worker to a memory node of its own, and refuses to start with fewer nodes than workers:
-    here they share what there is, unless the variable is set.
+    All of them are on this machine: gloo, which vLLM uses even for a single worker, listens on loopback. On CPUs, vLLM
+    binds each worker to its own memory node, and refuses to start with fewer nodes than workers. Here, they share all
+    nodes, unless the variable is set.
 
     Args:
-        num_workers: 1 is this process.
-        num_threads: For all of them together.
-        is_cpu: Threads are those of a CPU's worker.
+        num_workers: Number of workers. 1 is this process.
+        num_threads: Total number of threads.
+        is_cpu: Whether the workers run on CPUs.
     """
     wanted = {} if GLOO_INTERFACE in os.environ else {GLOO_INTERFACE: "lo"}
     if num_workers > 1 and is_cpu:
@@ -44,19 +44,19 @@ def worker_environment(num_workers: int, *, num_threads: int, is_cpu: bool) -> I
 class WorkerWatch:
     """Ends all workers when one has died.
 
-    vLLM gives the others seconds to end by themselves, which they spend waiting for the dead one inside a collective;
-    meanwhile whoever asked them waits too.
+    vLLM gives the others seconds to end by themselves, which they spend waiting for the dead one inside a collective.
+    Meanwhile, their callers wait too.
     """
 
     def __init__(self, executor: Any) -> None:
-        """Watch the workers of vLLM's executor, where it has processes."""
+        """Watch the workers of vLLM's executor, if it has processes."""
         self._processes: Sequence[Any] = [worker.proc for worker in getattr(executor, "workers", ())]
         self._is_over = False
         if self._processes:
             Thread(target=self._watch, name="watch vLLM's workers", daemon=True).start()
 
     def stop(self) -> None:
-        """They are about to be ended."""
+        """Stop watching, because the workers are about to end."""
         self._is_over = True
 
     def _watch(self) -> None:
@@ -67,7 +67,7 @@ class WorkerWatch:
 
 
 def unlink_queues(queues: Iterable[MessageQueue | None]) -> None:
-    """Take the names from queues that everybody has opened: memory without a name ends with its last process."""
+    """Unlink queues that all processes have opened. Unlinked memory is freed with its last process."""
     for queue in queues:
         if queue is None:
             continue
@@ -80,12 +80,12 @@ def unlink_queues(queues: Iterable[MessageQueue | None]) -> None:
 
 
 def unlink_what_workers_share(init_method: str | None) -> None:
-    """Take every name from what a worker shares, once all ranks have met.
+    """Unlink everything that a worker shares, after all ranks have connected.
 
-    A worker that is killed removes nothing, and vLLM's memory for collectives on CPUs stays even after a clean end.
+    A killed worker removes nothing, and vLLM's memory for collectives on CPUs stays even after a clean end.
 
     Args:
-        init_method: Where the ranks met, such as "file:///tmp/vllm_dist_..."; None where they may meet again.
+        init_method: Where the ranks connected, such as "file:///tmp/vllm_dist_..."; None if they may connect again.
     """
     unlink_queues(item for item in gc.get_objects() if type(item) is MessageQueue)  # vLLM does not say where they are
     finalizers: list[Any] = list(util._finalizer_registry.values())  # type: ignore[attr-defined] # private

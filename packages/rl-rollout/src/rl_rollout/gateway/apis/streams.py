@@ -13,7 +13,7 @@ Piece = tuple[int, str, str]
 
 
 class WireApi(Protocol):
-    """One request of an API, read, and how it is answered; events are whole, as they are sent.
+    """One request of an API, read, and how it is answered; events are complete, as they are sent.
 
     Attributes:
         ask: What it asks for.

@@ -1,0 +1,70 @@
+"""Writes docs/settings.md, every setting with its type, default and meaning: `nox -s docs -- --settings`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rl_async_trainer.settings import AsyncSettings
+from rl_trainer_parts.settings.fields import (
+    SettingField,
+    changeable_on_resume,
+    describe_type,
+    setting_fields,
+    written,
+)
+from rl_trainer_parts.settings.schema import Settings
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+HEAD = """\
+# Settings
+
+Every setting of both trainers. `nox -s docs -- --settings` writes this page from the code; a test fails when it is
+out of date. `rl-sync-trainer train --help SECTION` prints the same in a terminal.
+
+A setting comes from the command line (`--trainer.steps=20`), an environment variable (`RL__TRAINER__STEPS=20`) or the
+TOML file, in this order. A setting marked *resume* may change when a run is resumed. `NAME` stands for a name of your
+choice, such as a teacher's."""
+
+
+def page() -> str:
+    """The page's text."""
+    return "\n".join((HEAD, *(line for section in AsyncSettings.model_fields for line in section_lines(section))))
+
+
+def section_lines(section: str) -> Iterator[str]:
+    """Heading and table of a section."""
+    kind = AsyncSettings.model_fields[section].annotation
+    meaning = (inspect.getdoc(kind) or "").partition("\n")[0]
+    alone = "" if section in Settings.model_fields else " Only in the asynchronous trainer."
+    yield from ("", f"## {section}", "", f"{escaped(meaning)}{alone}", "")
+    yield from ("| setting | meaning |", "|---|---|")
+    for name, setting in setting_fields(AsyncSettings).items():
+        if name.startswith(f"{section}."):
+            yield row(setting)
+            yield from map(row, setting.entry_fields().values())
+
+
+def row(setting: SettingField) -> str:
+    """A setting's row."""
+    is_required = setting.default is dataclasses.MISSING
+    default = "required" if is_required else f"default `{written(setting.default) or '(empty)'}`"
+    resume = " *Resume.*" if setting.name in changeable_on_resume(AsyncSettings) else ""
+    cells = (
+        f"`{setting.name}`<br>{escaped(describe_type(setting.annotation))}, {default}",
+        f"{escaped(setting.meaning)}{resume}",
+    )
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def escaped(text: str) -> str:
+    """Words of a docstring, in which only code spans have a meaning of their own."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if index % 2 else re.sub(r"([<*\[\]])", r"\\\1", part) for index, part in enumerate(parts))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page() + "\n")
