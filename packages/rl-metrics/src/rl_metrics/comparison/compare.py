@@ -22,8 +22,11 @@ from rl_metrics.run_files.history import FloatColumn, History, IntColumn
 from rl_metrics.run_files.json_lines import number_or_none
 
 Method = Literal["same steps", "own steps", "validation", "runs", "none"]
-"""What an interval is taken from: the differences at the same steps; the steps of each run, which have few in common;
-the intervals that validations have of their own; the means of several runs."""
+"""Basis of an interval.
+
+In order: differences at the same steps; each run's own steps, if few are shared; the validations' own intervals; the
+means of several runs.
+"""
 
 ENDS = ("/ci_low", "/ci_high")
 
