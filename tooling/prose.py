@@ -1,7 +1,7 @@
 """Checks the English of documents, docstrings and messages with Harper, a grammar checker that runs offline.
 
-`python tooling/prose.py [FILE ...]` checks the named files, or all documents and sources of the repository. tooling/prose
-has the accepted words, the phrases to avoid with their replacements, and Harper's rules.
+`python tooling/prose.py [FILE ...]` checks the named files, or all documents and sources of the repository.
+tooling/prose has the accepted words, the phrases to avoid with their replacements, and Harper's rules.
 """
 
 from __future__ import annotations
