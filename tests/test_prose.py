@@ -1,6 +1,7 @@
 """What the prose linter reads in a file, and which files it reads."""
 
 import importlib.util
+import json
 import types
 from pathlib import Path
 
@@ -47,6 +48,20 @@ def test_a_document_keeps_its_lines(prose: types.ModuleType, tmp_path: Path, mon
     (tmp_path / "a.md").write_text("# Title\n\n`loss_mask` marks vLLM's tokens.\n")
     lines = [(text, line) for text, file, line in prose.document_lines("a.md")]
     assert lines == [("# Title", 1), ("", 2), ("`loss_mask` marks `x` tokens.", 3), ("", 0)]
+
+
+def test_a_notebook_is_its_text_and_not_its_code(
+    prose: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "An engine generates."]},
+        {"cell_type": "code", "source": ["a = 'this is no text'"]},
+        {"cell_type": "markdown", "source": ["A reward judges."]},
+    ]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    lines = [text for text, _, _ in prose.document_lines("a.ipynb") if text]
+    assert lines == ["# Title", "An engine generates.", "A reward judges."]
 
 
 def test_every_rule_of_a_phrase_says_what_to_write_instead(prose: types.ModuleType):

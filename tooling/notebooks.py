@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -42,7 +43,7 @@ def run_notebook(file: Path, *, folder: Path, skip: str = "") -> nbformat.Notebo
             resources={"metadata": {"path": str(folder)}},
             config=Config({"KernelManager": transport}),
         )
-        client.execute()
+        client.execute(env={**os.environ, "IPYTHONDIR": sockets})  # not the user's start-up files and history
     notebook.metadata.language_info = {"name": "python"}  # without the version of this interpreter
     return notebook
 

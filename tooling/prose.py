@@ -35,8 +35,8 @@ Line = tuple[str, str, int]
 
 
 def tracked_files() -> list[str]:
-    """Markdown files and Python sources whose prose is checked."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md", "*.py"]
+    """Markdown files, Python sources and notebooks whose prose is checked."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md", "*.py", "*.ipynb"]
     files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return [
         file
@@ -90,6 +90,9 @@ def without_names(line: str, names: re.Pattern[str]) -> str:
 def document_lines(file: str) -> Iterator[Line]:
     """The prose of a file as lines of Markdown."""
     source = (ROOT / file).read_text()
+    if file.endswith(".ipynb"):
+        cells = [cell for cell in json.loads(source)["cells"] if cell["cell_type"] == "markdown"]
+        source = "\n\n".join("".join(cell["source"]) for cell in cells)
     if file.endswith(".py"):
         yield from python_lines(file, source)
     else:
@@ -115,7 +118,8 @@ def findings(files: Sequence[str]) -> list[tuple[str, int, str, str, str]]:
     settings = tomllib.loads((SETTINGS / "rules.toml").read_text())
     rules = phrase_rules(settings["phrases"])
     documents = [
-        [line for file in files if file.endswith(kind) for line in document_lines(file)] for kind in (".md", ".py")
+        [line for file in files if file.endswith(kind) for line in document_lines(file)]
+        for kind in ((".md", ".ipynb"), ".py")
     ]
     with tempfile.TemporaryDirectory(prefix="prose-") as folder:
         pack = Path(folder, "phrases.weirpack")

@@ -1,6 +1,6 @@
 """GRPO in a plain PyTorch loop: a transformers model, torch's AdamW, and our queue, objective and weight proof.
 
-python examples/stacks/plain_pytorch.py MODEL_FOLDER    # needs rl-rollout[transformers] and rl-distill[megatron]
+python examples/stacks/plain_pytorch.py MODEL_FOLDER    # needs rl-rollout[transformers] and rl-distill
 """
 
 import argparse
@@ -8,6 +8,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rewards import digit_share
 from transformers import AutoModelForCausalLM
@@ -91,7 +92,7 @@ async def train(folder: Path, *, steps: int, learning_rate: float = 1e-3) -> lis
     rewards = []
     for step in range(1, steps + 1):
         ids = loop.tokenizer.encode(PROMPTS, add_special_tokens=False)
-        prompts = [Prompt(uid=f"{step}-{index}", input_ids=row) for index, row in enumerate(ids)]
+        prompts = [Prompt(uid=f"{step}-{index}", input_ids=np.array(row, np.int32)) for index, row in enumerate(ids)]
         rewards.append(await loop.step(prompts, version=step))
         print(f"step {step}  reward {rewards[-1]:.3f}")
     await loop.engine.close()

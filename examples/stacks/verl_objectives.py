@@ -56,9 +56,9 @@ def verl_advantage(estimate: Callable[..., torch.Tensor]) -> Callable[..., tuple
     """One of our group advantages with verl's signature."""
 
     def advantage(
-        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **_: Any
+        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **_unused: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        _, group = np.unique(index, return_inverse=True)
+        group = np.unique(index, return_inverse=True)[1]
         found = estimate(token_level_rewards.sum(-1), torch.from_numpy(group).to(response_mask.device))
         spread = found.unsqueeze(-1) * response_mask
         return spread, spread

@@ -119,7 +119,7 @@ class LearnerOptions:
             )
 
     def check(self) -> None:
-        """Refuse what cannot be.
+        """Check the options.
 
         Raises:
             SettingsError: Has all of `problems`.
@@ -183,7 +183,7 @@ class LoraOptions:
             yield f"path must be a Path, or None; found {path!r}."
 
     def check(self) -> None:
-        """Refuse what cannot be.
+        """Check the options.
 
         Raises:
             SettingsError: Has all of `problems`.

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes the process's.
 
     Returns:
-        The exit status: 0, or 2 when what was asked for cannot be; `check` and `doctor` give 1 for what they find.
+        The exit status: 0 on success, 2 on an error; `check` and `doctor` return 1 for findings.
     """
     arguments = _parser().parse_args(argv)
     if not structlog.is_configured():  # warnings, which are no part of what a verb gives

@@ -1,4 +1,4 @@
-"""Files that a user asked to have written: what would overwrite something else is refused."""
+"""Checks of output files that a user names."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,15 +7,15 @@ from rl_core.errors import SettingsError
 
 
 def check_output(output: Path, *, what: str, endings: Sequence[str]) -> None:
-    """Refuse a file that cannot be meant.
+    """Check the path of an output file.
 
     Args:
-        output: Where to write.
-        what: What is written, such as "the report".
+        output: Path of the file.
+        what: Name of the contents in errors, such as "the report".
         endings: Allowed endings of the file, such as ".html".
 
     Raises:
-        SettingsError: It has another ending or is a folder, or its folder is missing.
+        SettingsError: The file has another ending or is a folder, or its folder is missing.
     """
     if output.is_dir():
         example = output / f"{what.removeprefix('the ')}{endings[0]}"

@@ -1,11 +1,11 @@
-"""Roles and where they run: in this process, in processes of this machine, or on Ray.
+"""Roles that run in this process, in processes of this machine, or on Ray.
 
-From the user inwards: `options` and `roles` are what is chosen; `cluster`, `group`, `role` and `blocking` are what is
-held; `pools` and `shares` count CPUs and GPUs. `incarnation` is what every placement gives: `inline`, `process` (its
-other end is `child`) or `ray_incarnation` (its other end is `ray_actor`), started by the launchers in `local` and
-`ray_roles`. Between the ends are `calls`, `packing`, `frames` and `messages`; `served` is the object's side of all of
-them, `output` what it prints, `stacks`, `stack_dump` and `role_report` what it does right now, and `guard` ends what it
-leaves behind.
+Users configure roles with `options` and `role_spec`, and hold `cluster`, `group`, `running_role` and `blocking`;
+`pools` and `shares` count CPUs and GPUs. `incarnation` is the interface of every placement: `inline`,
+`processes.incarnation` (its other end is `child`) and `ray.incarnation` (its other end is `actor`), started by the
+launchers in `local` and `ray.roles`. Calls cross through `calls`, `packing`, `frames` and `messages`. `served` is the
+object's side, `output` handles its printed lines, `stacks`, `stack_dump` and `role_report` show its current activity,
+and `guard` ends its leftover processes.
 """
 
 from rl_core.cluster.blocking import BlockingGroup

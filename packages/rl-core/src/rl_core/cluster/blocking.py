@@ -1,4 +1,4 @@
-"""A group of roles for code that is not async: it waits in the caller's thread, and runs in one of its own."""
+"""A group of roles for synchronous code: calls block the caller, and the roles' event loop has its own thread."""
 
 import asyncio
 import threading
@@ -14,18 +14,18 @@ from rl_core.cluster.stacks import process_stacks
 from rl_core.errors import NotReadyError
 
 SPARE_S = 1.0
-"""What the roles' thread may take beside the time that a role is given."""
+"""Extra time for the roles' thread beyond a role's deadline."""
 Result = TypeVar("Result")
 
 
 class BlockingGroup:
-    """A `RoleGroup` whose calls wait; for any thread, also one whose event loop runs.
+    """A `RoleGroup` whose calls block; usable from any thread, also one with a running event loop.
 
-    Ctrl-C during a wait is raised at once; a start that it breaks off leaves nothing behind.
+    Ctrl-C interrupts a wait at once; an interrupted start leaves nothing behind.
     """
 
     def __init__(self) -> None:
-        """Use `start`."""
+        """Initialize without roles; use `start`."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="roles", daemon=True)
         self._thread.start()
@@ -61,27 +61,27 @@ class BlockingGroup:
 
     @property
     def is_alive(self) -> bool:
-        """True while every role is."""
+        """True while every role is alive."""
         return self._group.is_alive
 
     def call(self, rank: int, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
-        """Call one; see `Role.call`."""
+        """Call one role; see `Role.call`."""
         return self._wait(self._group.call(rank, method, *args, deadline_s=deadline_s, **kwargs))
 
     def call_all(self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call all with the same arguments; see `RoleGroup.call_all`."""
+        """Call all roles with the same arguments; see `RoleGroup.call_all`."""
         return self._wait(self._group.call_all(method, *args, deadline_s=deadline_s, **kwargs))
 
     def call_each(
         self, method: str, arguments: Sequence[tuple[Any, ...]], *, deadline_s: float | None = None
     ) -> list[Any]:
-        """Call all, each with arguments of its own; see `RoleGroup.call_each`."""
+        """Call all roles, each with its own arguments; see `RoleGroup.call_each`."""
         return self._wait(self._group.call_each(method, arguments, deadline_s=deadline_s))
 
     def stacks(self, *, deadline_s: float) -> list[str]:
-        """What each does right now; for any thread, also while another one waits for a call. See `RoleGroup.stacks`.
+        """Return each role's current stacks; usable from any thread, also during a call. See `RoleGroup.stacks`.
 
-        Where the roles' thread is blocked, each text has what this process does instead; nothing is raised.
+        If the roles' thread is blocked, each text contains this process's stacks instead; nothing is raised.
         """
         closed = ["The group of roles is closed, or asks itself."] * self.size
         if threading.current_thread() is self._thread:
@@ -104,7 +104,7 @@ class BlockingGroup:
             return [text] * self.size
 
     def close(self) -> None:
-        """End the roles, and the cluster. Can be called twice."""
+        """End the roles and the cluster. Idempotent."""
         with self._close_lock:
             if self._loop.is_closed():
                 return
@@ -117,10 +117,10 @@ class BlockingGroup:
                 self._loop.close()
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run something in the roles' thread; broken off with the caller's wait.
+        """Run a coroutine in the roles' thread; interrupting the caller cancels it.
 
         Raises:
-            NotReadyError: The group is closed, or this is its own thread.
+            NotReadyError: The group is closed, or the caller is its own thread.
         """
         if self._loop.is_closed() or threading.current_thread() is self._thread:
             work.close()

@@ -1,4 +1,4 @@
-"""The caller's side of every role that lives elsewhere: calls that wait, and what was heard last."""
+"""The caller's side of every remote role: pending calls and the last message received."""
 
 import itertools
 import threading
@@ -13,7 +13,7 @@ from rl_core.cluster.role_spec import RoleSpec
 from rl_core.errors import RoleError
 
 STACKS = "(stacks)"
-"""What a process is asked beside its calls; no method has such a name."""
+"""Name of the request for stacks; not a valid method name."""
 MAX_NAMED = 5
 
 
@@ -21,10 +21,10 @@ class Call(NamedTuple):
     """A call before it is sent.
 
     Attributes:
-        specs: The roles that get it.
-        method: Its name; empty where it makes the object.
-        args: Its arguments.
-        kwargs: Its arguments by name.
+        specs: Roles that receive the call.
+        method: Name of the method; empty to make the object.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
     """
 
     specs: Sequence[RoleSpec]
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def pack(self) -> Packed:
-        """Its bytes.
+        """Return the call as bytes.
 
         Raises:
             RoleError: An argument cannot be pickled.
@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A call that waits for its answer, and since when on the monotonic clock."""
+    """A pending call, with its start on the monotonic clock."""
 
     method: str
     future: Future[Any]
@@ -60,10 +60,10 @@ class _Waiting(NamedTuple):
 
 
 class Calls:
-    """Calls to one incarnation of a role that wait for their answers; used by all its threads."""
+    """The pending calls to one incarnation of a role; thread-safe."""
 
     def __init__(self, spec: RoleSpec) -> None:
-        """No call waits, and nothing was heard."""
+        """Start without pending calls."""
         self._spec = spec
         self._waiting: dict[int, _Waiting] = {}
         self._numbers = itertools.count()
@@ -72,7 +72,7 @@ class Calls:
         self._heard: tuple[str, float] | None = None
 
     def begin(self, method: str) -> tuple[int, Future[Any]]:
-        """A call's number, and what it waits for; it has failed already where the role is gone."""
+        """Register a call; return its number and its future, which has already failed if the role has ended."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # a caller that gives up must not race with the answer
         with self._lock:
@@ -85,12 +85,12 @@ class Calls:
         return number, future
 
     def forget(self, number: int) -> None:
-        """A call is over, or was given up: its answer is dropped."""
+        """Remove a finished or abandoned call, whose answer is then dropped."""
         with self._lock:
             self._waiting.pop(number, None)
 
     def settle(self, number: int, packed: Packed) -> None:
-        """An answer came."""
+        """Complete a call with its answer."""
         with self._lock:
             waiting = self._waiting.pop(number, None)
         if waiting is None:
@@ -113,14 +113,14 @@ class Calls:
             waiting.future.set_exception(value.rebuild(self._spec))
 
     def fail(self, number: int, error: BaseException) -> None:
-        """A call cannot be answered."""
+        """Fail a call that cannot be answered."""
         with self._lock:
             waiting = self._waiting.pop(number, None)
         if waiting is not None:
             waiting.future.set_exception(error)
 
     def fail_all(self, failure: Callable[[str], BaseException]) -> None:
-        """Every call, waiting or to come, fails with what this says of its method."""
+        """Fail every pending and future call with the error that this returns for its method."""
         with self._lock:
             self._failure = failure
             waiting, self._waiting = self._waiting, {}
@@ -129,7 +129,7 @@ class Calls:
 
     @property
     def last_heard(self) -> str:
-        """Such as "the answer of 'step', 12 s ago"."""
+        """Describe the last message, such as "the answer of 'step', 12 s ago"."""
         if self._heard is None:
             return "nothing"
         what, when = self._heard
@@ -137,14 +137,14 @@ class Calls:
 
     @property
     def under_way(self) -> str:
-        """Such as "'step' for 12.0 s"; the longest first."""
+        """Describe the pending calls, such as "'step' for 12.0 s"; the longest first."""
         with self._lock:
             waiting = [call for call in self._waiting.values() if call.method != STACKS]
         return describe_under_way([(call.method, call.began_at) for call in waiting])
 
 
 def describe_under_way(calls: Sequence[tuple[str, float]]) -> str:
-    """Calls with the times at which they began, in words; "no call" where there is none."""
+    """Describe calls and their durations from their start times; "no call" without calls."""
     now, longest = time.monotonic(), sorted(calls, key=lambda call: call[1])
     words = [f"{describe_call(method)} for {now - began_at:.1f} s" for method, began_at in longest[:MAX_NAMED]]
     more = f" and {len(longest) - MAX_NAMED} more calls" if len(longest) > MAX_NAMED else ""
@@ -152,5 +152,5 @@ def describe_under_way(calls: Sequence[tuple[str, float]]) -> str:
 
 
 def describe_call(method: str) -> str:
-    """A call in words; the empty name made the object."""
+    """Describe a call; the empty name makes the object."""
     return f"{method!r}" if method else "its start"

@@ -1,4 +1,4 @@
-"""Starts roles in one kind of place, and ends them together."""
+"""Starts roles in one kind of placement, and ends them together."""
 
 import asyncio
 from types import TracebackType
@@ -15,33 +15,33 @@ from rl_core.errors import DeadlineError, NotReadyError, SettingsError
 
 
 class Cluster:
-    """Starts roles; `open_cluster` makes it. A context manager (`async with`) that closes it."""
+    """Starts roles; created by `open_cluster`. An async context manager that closes the cluster."""
 
     def __init__(self, launcher: Launcher) -> None:
-        """Start roles with this launcher."""
+        """Create a cluster that starts roles with this launcher."""
         self._launcher = launcher
         self._groups: list[RoleGroup] = []
         self._is_closed = False
 
     async def start(self, spec: RoleSpec, *, pool: ResourcePool | None = None, deadline_s: float) -> Role:
-        """Start one role, and wait until its object is made; see `start_group`."""
+        """Start one role and wait for its object; see `start_group`."""
         return (await self.start_group(spec, size=1, pool=pool, deadline_s=deadline_s))[0]
 
     async def start_group(
         self, spec: RoleSpec, *, size: int, pool: ResourcePool | None = None, deadline_s: float
     ) -> RoleGroup:
-        """Start equal roles together, and wait until all objects are made; none is left where one fails.
+        """Start equal roles together and wait for all objects; if one fails, all are ended.
 
         Args:
-            spec: What they are made from; where there are several, the group gives them ranks.
-            size: How many.
-            pool: Where they live; roles that ask for CPUs or GPUs and have no pool get one of their own.
-            deadline_s: For all of it: resources, processes, factories.
+            spec: Specification of the roles; the group assigns ranks.
+            size: Number of roles.
+            pool: Pool of the roles; roles that request CPUs or GPUs without a pool get their own.
+            deadline_s: Deadline for resources, processes and factories together.
 
         Raises:
-            SettingsError: Too few resources exist, used or free, or the factory does not exist.
-            DeadlineError: They were not ready in time; the message says what was missing.
-            RoleDiedError: A process ended on the way, more often than `RoleSpec.restart` allows.
+            SettingsError: Too few resources exist in total, or the factory does not exist.
+            DeadlineError: The roles were not ready in time; the message names what was missing.
+            RoleDiedError: A process ended during the start, more often than `RoleSpec.restart` allows.
             RoleError: Ray cannot be reached.
             Exception: Whatever a factory raised.
         """
@@ -64,7 +64,7 @@ class Cluster:
         return group
 
     async def close(self) -> None:
-        """End every role that it started; the first error is raised when all were asked to end."""
+        """End every started role, then raise the first error."""
         self._is_closed = True
         groups, self._groups = self._groups, []
         try:
@@ -112,10 +112,10 @@ class Cluster:
 
 
 def open_cluster(options: ClusterOptions | None = None) -> Cluster:
-    """A cluster of this kind; nothing runs until a role is started.
+    """Create a cluster of the configured kind; nothing runs until a role is started.
 
     Raises:
-        MissingExtraError: Ray is asked for, and not installed.
+        MissingExtraError: Ray is requested but not installed.
         SettingsError: RAY_AUTH_MODE turns authentication off, or a token is missing.
     """
     options = options or ClusterOptions()

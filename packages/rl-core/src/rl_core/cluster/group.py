@@ -1,4 +1,4 @@
-"""Several equal roles: started together, called one, all, or each with its own, and restarted as they were told."""
+"""A group of equal roles, which are started, called and restarted together or individually."""
 
 import asyncio
 import inspect
@@ -16,18 +16,18 @@ from rl_core.errors import RLError, RoleDiedError, SettingsError
 
 MAX_BACKOFF_S = 60.0
 DEATH_TOLD_S = 10.0
-"""How long a process that has ended may take to be reported: its descendants are ended first."""
+"""Maximum delay until an ended process is reported, because its descendants are ended first."""
 
 
 class RoleGroup:
-    """Equal roles, ranks 0 to size - 1; use it on the event loop that started it.
+    """Equal roles with ranks 0 to size - 1; for use on the event loop that started it.
 
     Attributes:
-        spec: What its roles were made from.
+        spec: Specification of its roles.
     """
 
     def __init__(self, spec: RoleSpec, *, size: int, slots: Sequence[Slot | None], launcher: Launcher) -> None:
-        """Not started yet; `Cluster.start_group` makes it."""
+        """Initialize without starting; use `Cluster.start_group`."""
         self.spec = spec
         self._launcher = launcher
         ranks = [spec.rank] if size == 1 else range(size)
@@ -42,9 +42,9 @@ class RoleGroup:
         self._is_group_restarting = False
 
     async def start(self, left_s: float, *, deadline_s: float) -> None:
-        """Make every role's object in the time that is left; none stays where one fails. A restart has it all.
+        """Make every role's object within the remaining time, or end all if one fails. Each restart has the full time.
 
-        A process that dies on the way counts as a death like any other: all are started again, as often as they may.
+        A process that dies during the start counts as a death: all are restarted, as often as the policy allows.
         """
         self._deadline_s = deadline_s
         ends_at = time.monotonic() + left_s
@@ -72,14 +72,14 @@ class RoleGroup:
 
     @property
     def is_alive(self) -> bool:
-        """True while every role is."""
+        """True while every role is alive."""
         return all(role.is_alive for role in self._roles)
 
     def __getitem__(self, rank: int) -> Role:
-        """One of them.
+        """Return the role of a rank.
 
         Raises:
-            SettingsError: There is no such rank.
+            SettingsError: The rank does not exist.
         """
         if not 0 <= rank < self.size:
             raise SettingsError(f"role {self.spec.name!r} has ranks 0 to {self.size - 1}; found {rank}.")
@@ -95,22 +95,22 @@ class RoleGroup:
         return len(self._roles)
 
     async def call(self, rank: int, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
-        """Call one; see `Role.call`.
+        """Call one role; see `Role.call`.
 
         Raises:
-            SettingsError: There is no such rank.
+            SettingsError: The rank does not exist.
         """
         return await self[rank].call(method, *args, deadline_s=deadline_s, **kwargs)
 
     async def call_all(self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call all with the same arguments, which are packed and stored once.
+        """Call all roles with the same arguments, which are packed and stored once.
 
-        When one raises, dies or is late, this fails at once with its error, and does not wait for the others, which may
-        hang in a collective for ever: close the group then, or let its policy restart it whole. Where several fail
-        together, as peers of a killed rank do, the error is the dead one's, and the others' are its notes.
+        If a role raises, dies or is late, this raises its error at once without waiting for the others, which may hang
+        in a collective: close the group, or have its policy restart it as a whole. If several fail together, as peers
+        of a killed rank do, this raises the dead role's error with the others as notes.
 
         Returns:
-            Results in the order of ranks.
+            Results in rank order.
 
         Raises:
             Exception: See `Role.call`.
@@ -121,10 +121,10 @@ class RoleGroup:
     async def call_each(
         self, method: str, arguments: Sequence[tuple[Any, ...]], *, deadline_s: float | None = None
     ) -> list[Any]:
-        """Call all, each with arguments of its own; else as `call_all`.
+        """Call all roles, each with its own arguments; otherwise like `call_all`.
 
         Raises:
-            SettingsError: There is not one tuple for each role.
+            SettingsError: The number of tuples differs from the number of roles.
         """
         if len(arguments) != self.size:
             raise SettingsError(
@@ -137,10 +137,10 @@ class RoleGroup:
     async def as_finished(
         self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any
     ) -> AsyncGenerator[tuple[int, Any], None]:
-        """Call all with the same arguments, and give (rank, result) as they come.
+        """Call all roles with the same arguments, and yield (rank, result) in the order of completion.
 
         Raises:
-            Exception: A role's error when its turn comes; see `Role.call`. The others are waited for no more.
+            Exception: A role's error on its turn; see `Role.call`. This does not wait for the others.
         """
         parcel = self._launcher.pack(Call([role.spec for role in self._roles], method, args, kwargs))
         ranks = {
@@ -157,11 +157,11 @@ class RoleGroup:
             await _drop(ranks)
 
     async def stacks(self, *, deadline_s: float) -> list[str]:
-        """What each does right now, in the order of ranks, of dead ones too; see `Role.stacks`."""
+        """Return the current stacks of each role in rank order, including dead ones; see `Role.stacks`."""
         return await asyncio.gather(*(role.stacks(deadline_s=deadline_s) for role in self._roles))
 
     def on_death(self, callback: DeathCallback) -> None:
-        """Have this called, on the group's event loop, each time a role dies, though it may be restarted."""
+        """Register a callback for each death of a role, before any restart; runs on the group's event loop."""
         for role in self._roles:
             role.on_death(callback)
 
@@ -175,7 +175,7 @@ class RoleGroup:
             await _drop(waits)
 
     async def close(self) -> None:
-        """Close every role; the first error is raised when all were asked to end. Can be called twice."""
+        """Close every role, then raise the first error. Idempotent."""
         restarts = list(self._restarts)
         for restart in restarts:
             restart.cancel()
@@ -210,7 +210,7 @@ class RoleGroup:
         raise _root_of(errors)
 
     async def _launch(self, roles: Sequence[Role], deadline_s: float) -> None:
-        """Start these together; all are ended where one fails.
+        """Start roles together; end all if one fails.
 
         Raises:
             Exception: The first failure.
@@ -226,7 +226,7 @@ class RoleGroup:
             raise
 
     def _has_died(self, role: Role, error: RLError) -> None:
-        """Decide about restarts, before anyone else learns of its death."""
+        """Decide about restarts, before others are notified of the death."""
         policy = self.spec.restart
         if self._is_group_restarting or role.state == "restarting":
             return  # who restarts it sees it
@@ -283,14 +283,14 @@ class RoleGroup:
 
 
 class _Budget:
-    """How often something may be restarted."""
+    """Counts restarts against a policy."""
 
     def __init__(self, spec: RoleSpec) -> None:
         self._policy = spec.restart
         self._times: list[float] = []
 
     def next_pause_s(self) -> float | None:
-        """The pause before the next restart; None when there were too many."""
+        """Return the pause before the next restart; None if no restart is left."""
         policy, now = self._policy, time.monotonic()
         if policy.within_s is not None:
             self._times = [then for then in self._times if now - then <= policy.within_s]
@@ -300,11 +300,11 @@ class _Budget:
         return float(min(policy.backoff_s * 2 ** (len(self._times) - 1), MAX_BACKOFF_S))
 
     def describe(self) -> str:
-        """Such as "restart 1 of 3"."""
+        """Describe the restart, such as "restart 1 of 3"."""
         return f"restart {len(self._times)} of {self._policy.max_restarts}"
 
     def refusal(self) -> str:
-        """Why there is no further restart."""
+        """Explain why no further restart happens."""
         if not self._policy.max_restarts:
             return ""
         within = "" if self._policy.within_s is None else f" within {self._policy.within_s:g} s"
@@ -312,7 +312,7 @@ class _Budget:
 
 
 async def _settle(tasks: Sequence["asyncio.Task[Any]"], limit_s: float) -> None:
-    """After a failure, wait a little for a death that may be its reason."""
+    """After a failure, wait briefly for a death that may have caused it."""
     ends_at = time.monotonic() + limit_s
     waiting = {task for task in tasks if not task.done()}
     while waiting and not any(_is_death(task) for task in tasks):
@@ -327,7 +327,7 @@ def _is_death(task: "asyncio.Task[Any]") -> bool:
 
 
 def _root_of(errors: Sequence[BaseException]) -> BaseException:
-    """The first death among errors of ranks, else the first error; the others become its notes."""
+    """Return the first death among the ranks' errors, else the first error, with the others as notes."""
     root = next((error for error in errors if isinstance(error, RoleDiedError)), errors[0])
     for error in errors:
         if error is not root:
@@ -337,7 +337,7 @@ def _root_of(errors: Sequence[BaseException]) -> BaseException:
 
 
 async def _drop(calls: Any) -> None:
-    """Wait for calls no more; nobody asks for their errors."""
+    """Cancel calls and ignore their errors."""
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""What every placement gives: one life of a role, and who starts it."""
+"""Interfaces of every placement: incarnations of roles and their launcher."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from rl_core.errors import RLError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Birth:
-    """One incarnation to start.
+    """The request to start one incarnation.
 
     Attributes:
-        spec: The role's.
-        context: What it is told; the launcher fills the address in.
-        slot: Where in its pool, if it has one.
-        deadline_s: For its object to be made.
+        spec: Specification of the role.
+        context: The role's context; the launcher fills in the address.
+        slot: Its slot in a pool, if it has one.
+        deadline_s: Maximum time to make its object.
     """
 
     spec: RoleSpec
@@ -28,7 +28,7 @@ class Birth:
 
 
 class Incarnation(Protocol):
-    """A role from its start to its end; never started again."""
+    """One run of a role from start to end; a restart creates a new incarnation."""
 
     @property
     def pid(self) -> int:
@@ -37,47 +37,47 @@ class Incarnation(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """False once it was closed or died."""
+        """False once it is closed or dead."""
         ...
 
     @property
     def last_heard(self) -> str:
-        """The last thing that it said, and when."""
+        """Describe its last message, with the time."""
         ...
 
     @property
     def under_way(self) -> str:
-        """The calls that it has not answered, and for how long."""
+        """Describe its unanswered calls, with durations."""
         ...
 
     async def stacks(self, deadline_s: float) -> str:
-        """What its process does, whether its event loop turns or not; why that is not known, where it is not."""
+        """Return its process's stacks, even if its event loop is blocked; otherwise the reason why they are unknown."""
         ...
 
     async def call(self, method: str, parcel: Any) -> Any:
-        """Call a method with what its launcher's `pack` made of the arguments."""
+        """Call a method with arguments from the launcher's `pack`."""
         ...
 
     def watch(self, callback: Callable[[RLError], None]) -> None:
-        """Have this called, on any thread, when it dies otherwise than by `close` and `kill`; before calls fail."""
+        """Register a callback for a death not caused by `close` or `kill`; runs on any thread, before calls fail."""
         ...
 
     async def close(self) -> None:
-        """Call the object's `close`, and end the process, with its children; kill it where that takes too long."""
+        """Call the object's `close` and end the process with its children; kill it if that takes too long."""
         ...
 
     async def kill(self, because: str) -> None:
-        """End it at once; calls that wait are told why."""
+        """End it at once; pending calls fail with the reason."""
         ...
 
 
 class Launcher(Protocol):
-    """Starts incarnations in one kind of place.
+    """Starts incarnations in one kind of placement.
 
     Attributes:
-        place: Such as "this machine"; errors say it.
-        settle_s: When a rank raises, how long a death is waited for that may be the reason: peers of a killed rank
-            raise at once, and its death is noticed later.
+        place: Name for error messages, such as "this machine".
+        settle_s: Maximum wait for a causing death after a rank raises: peers of a killed rank raise at once, and its
+            death is noticed later.
     """
 
     place: str
@@ -85,19 +85,19 @@ class Launcher(Protocol):
 
     @property
     def pools(self) -> PoolBook:
-        """The pools of this kind of place."""
+        """The pools of this kind of placement."""
         ...
 
     async def open(self) -> None:
-        """Be ready to start roles; can be called again.
+        """Prepare to start roles. Idempotent.
 
         Raises:
-            RoleError: The place cannot be reached.
+            RoleError: The placement cannot be reached.
         """
         ...
 
     def pack(self, call: Call) -> Any:
-        """A call, ready to be sent to its roles.
+        """Pack a call for sending to its roles.
 
         Raises:
             RoleError: An argument cannot be sent.
@@ -105,15 +105,15 @@ class Launcher(Protocol):
         ...
 
     async def launch(self, birth: Birth) -> Incarnation:
-        """Start one, and wait until its object is made; nothing is left where that fails.
+        """Start an incarnation and wait for its object; a failure leaves nothing behind.
 
         Raises:
-            DeadlineError: It was not ready in time.
-            RoleDiedError: Its process ended on the way.
+            DeadlineError: The object was not ready in time.
+            RoleDiedError: The process ended during the start.
             Exception: Whatever the factory raised.
         """
         ...
 
     async def close(self) -> None:
-        """Let go of what it has itself."""
+        """Release the launcher's own resources."""
         ...

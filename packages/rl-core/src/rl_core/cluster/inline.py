@@ -1,4 +1,4 @@
-"""A role that is an object of this process, where a debugger works."""
+"""A role as an object in this process, for use with a debugger."""
 
 import asyncio
 import os
@@ -19,10 +19,10 @@ from rl_core.errors import DeadlineError, NotReadyError, RLError
 
 
 class InlineIncarnation:
-    """A role's object in this process; it does not die, and a plain method cannot be interrupted."""
+    """A role's object in this process; it cannot die, and its synchronous methods cannot be interrupted."""
 
     def __init__(self, spec: RoleSpec, options: ClusterOptions) -> None:
-        """Have no object yet."""
+        """Initialize without an object."""
         self._spec = spec
         self._close_deadline_s = options.close_deadline_s
         self._role = ServedRole()
@@ -69,11 +69,11 @@ class InlineIncarnation:
         return describe_under_way(list(self._calls.values()))
 
     async def stacks(self, deadline_s: float) -> str:  # noqa: ARG002 - this process answers at once
-        """See `Incarnation.stacks`; they are those of all that is in this process."""
+        """See `Incarnation.stacks`; covers all threads and tasks of this process."""
         return process_stacks(asyncio.get_running_loop())
 
     async def call(self, method: str, parcel: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """See `Incarnation.call`; a call that is given up goes on, as it would elsewhere."""
+        """See `Incarnation.call`; an abandoned call continues, as in other placements."""
         if self._because is not None:
             raise NotReadyError(f"{self._spec} {self._because}.")
         call = asyncio.ensure_future(self._role.run(method, *parcel))
@@ -102,7 +102,7 @@ class InlineIncarnation:
         await self.kill("was closed; start it again before calling it")
 
     async def kill(self, because: str) -> None:
-        """See `Incarnation.kill`; the object is closed here too, in the time that a close may take."""
+        """See `Incarnation.kill`; this closes the object too, within the deadline for closing."""
         if self._because is None:
             self._because = because
             for call in self._calls:
@@ -123,6 +123,6 @@ class InlineIncarnation:
 
 
 def _drop(call: "asyncio.Future[Any]") -> None:
-    """Nobody waits for its error either."""
+    """Ignore the error of an abandoned call."""
     if not call.cancelled():
         call.exception()

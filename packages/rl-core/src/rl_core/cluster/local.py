@@ -1,4 +1,4 @@
-"""Roles on this machine: objects of this process, or a process each."""
+"""Roles on this machine, in this process or in one process each."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from rl_core.cluster.processes.incarnation import ProcessIncarnation
 
 
 class LocalLauncher:
-    """Child processes of this one; or its own objects, which see all its GPUs, and print where it prints."""
+    """Starts child processes, or objects in this process that share its GPUs and output."""
 
     place = "this machine"
     pools = LOCAL_POOLS
 
     def __init__(self, options: ClusterOptions) -> None:
-        """Start roles as these options say."""
+        """Initialize with these options."""
         self._options = options
         self._is_inline = options.kind == "inline"
         self.settle_s = 0.0 if self._is_inline else 3.0  # nobody dies here

@@ -1,4 +1,4 @@
-"""What a role and its caller say to each other."""
+"""Errors between a role and its caller."""
 
 import builtins
 import contextlib
@@ -20,11 +20,12 @@ class RemoteError(NamedTuple):
 
     Attributes:
         module: Where its class is defined.
-        kind: Name of its class.
-        args: What it is made from; its text where that is not plain, or its class not a standard one or ours.
-        state: Its plain attributes, such as `tensor` of a WeightProofError.
-        notes: What was added to it on the way.
-        traceback: Where it happened, with its causes, as text.
+        kind: Name of the class.
+        args: Arguments of the constructor; only the text if they are not plain, or the class is neither standard nor
+            ours.
+        state: Plain attributes, such as `tensor` of a WeightProofError.
+        notes: Notes added to the error.
+        traceback: Formatted traceback, with causes.
     """
 
     module: str
@@ -36,7 +37,7 @@ class RemoteError(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> "RemoteError":
-        """Describe an error where it happened."""
+        """Capture an error in the process that raised it."""
         is_known = type(error).__module__ in _KNOWN_MODULES
         args, state = _reduced(error) if is_known else ((error,), {})
         return cls(
@@ -49,7 +50,7 @@ class RemoteError(NamedTuple):
         )
 
     def rebuild(self, spec: RoleSpec) -> BaseException:
-        """The same error where its class is a standard one or ours, else a RoleError; with the remote traceback."""
+        """Rebuild the error with its remote traceback; as a RoleError if its class is neither standard nor ours."""
         kind = getattr(_KNOWN_MODULES.get(self.module), self.kind, None)
         text = ", ".join(str(arg) for arg in self.args)
         rebuilt: BaseException = errors.RoleError(f"{spec} raised {self.kind}: {text}")
@@ -66,7 +67,7 @@ class RemoteError(NamedTuple):
 
 
 def named(error: Raised, spec: RoleSpec) -> Raised:
-    """An error with attributes `role` and `rank`; those of a role further away stay."""
+    """Set an error's attributes `role` and `rank`, unless a more remote role has set them."""
     with contextlib.suppress(AttributeError):  # of a class with slots
         if getattr(error, "role", None) is None:
             error.role, error.rank = spec.name, spec.rank  # type: ignore[attr-defined]
@@ -74,7 +75,7 @@ def named(error: Raised, spec: RoleSpec) -> Raised:
 
 
 def _text(error: BaseException) -> str:
-    """Its text; a class may fail to produce one, and its caller must not wait forever."""
+    """Return an error's text, even if its class fails to produce one, so that the caller always gets an answer."""
     try:
         return str(error)
     except Exception as failure:
@@ -82,7 +83,7 @@ def _text(error: BaseException) -> str:
 
 
 def _reduced(error: BaseException) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """What a standard error is made from, with what args leave out, such as an OSError's file."""
+    """Return a standard error's constructor arguments, including those missing in `args`, such as an OSError's file."""
     reduced = error.__reduce__()
     args, *rest = reduced[1:] if isinstance(reduced, tuple) else (error.args,)
     return tuple(args), dict(rest[0] or {}) if rest else {}

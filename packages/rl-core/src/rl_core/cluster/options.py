@@ -1,4 +1,4 @@
-"""What users choose about roles: where they run, what they may use, and whether they are started again."""
+"""Options of roles: placement, resources and restarts."""
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -43,18 +43,18 @@ class ClusterOptions:
 
 @settings_record
 class ResourcePool:
-    """CPUs and GPUs that are set aside in equal slots; roles that name the same pool share it.
+    """CPUs and GPUs reserved in equal slots; roles that name the same pool share it.
 
-    A rank uses a whole slot, unless its spec asks for a part. Two roles that share GPUs ask for a
-    part each, such as `gpus=0.5`: both then see the GPU, and agree by themselves on its memory.
+    A rank uses a whole slot unless its spec requests a part. To share a GPU, two roles request a part each, such as
+    `gpus=0.5`: both then see the GPU and must divide its memory themselves.
 
     Attributes:
-        name: Errors carry it; the same name is the same pool, in all clusters of this process.
+        name: Name of the pool, used in errors; equal names refer to one pool in all clusters of this process.
         size: Number of slots.
-        cpus: For each slot. 0 does not count CPUs: the operating system shares them.
-        gpus: For each slot; above 1, a whole number.
-        strategy: How Ray places the slots: "pack" on few nodes, "spread" over many, if it can; "strict_pack" on one
-            node, "strict_spread" each on its own. There is one node without Ray.
+        cpus: CPUs per slot. 0 does not count CPUs: the operating system shares them.
+        gpus: GPUs per slot; must be whole above 1.
+        strategy: Ray's placement of the slots: "pack" prefers few nodes, "spread" many; "strict_pack" requires one
+            node, "strict_spread" one node per slot. Without Ray, there is one node.
     """
 
     name: str
@@ -64,7 +64,7 @@ class ResourcePool:
     strategy: Strategy = "pack"
 
     def __post_init__(self) -> None:
-        """Refuse what no machine has."""
+        """Check the amounts."""
         if self.size < 1:
             raise SettingsError(f"pool {self.name!r} must have a size of 1 or more; found {self.size}.")
         check_amounts(f"pool {self.name!r}", self.cpus, self.gpus)
@@ -98,10 +98,10 @@ class RestartPolicy:
 
 
 def check_amounts(who: str, cpus: float, gpus: float) -> None:
-    """Refuse amounts that cannot be given.
+    """Check amounts of CPUs and GPUs.
 
     Raises:
-        SettingsError: A negative one, or a part of several GPUs.
+        SettingsError: An amount is negative, or a fraction above one GPU.
     """
     if not (cpus >= 0 and gpus >= 0 and math.isfinite(cpus) and math.isfinite(gpus)):
         raise SettingsError(f"{who} must ask for 0 or more CPUs and GPUs; found {cpus:g} and {gpus:g}.")

@@ -1,4 +1,4 @@
-"""Resource pools of this process: reserved for the first role, released when the last one is closed."""
+"""Resource pools of this process: reserved for the first role, released after the last one closes."""
 
 import asyncio
 import itertools
@@ -17,38 +17,38 @@ PAUSE_S = 0.05
 
 
 class Reserver(Protocol):
-    """Who sets resources aside: this machine, or Ray. Nothing here waits."""
+    """Reserves resources on this machine or Ray. Methods do not block."""
 
     def begin(self, pool: ResourcePool) -> Any:
-        """Ask for a pool; gives what the other methods know the request by.
+        """Request a pool; return the handle of the request for the other methods.
 
         Raises:
-            SettingsError: The place does not have that many resources, used or free.
+            SettingsError: The placement has too few resources in total.
         """
         ...
 
     def try_reserve(self, pool: ResourcePool, request: Any) -> list[Shares] | None:
-        """The slots, or None while others have what is needed."""
+        """Return the slots; None while others hold the resources."""
         ...
 
     def free(self, request: Any) -> None:
-        """Give the pool back, reserved or not."""
+        """Release the pool, whether reserved or not."""
         ...
 
     def describe_free(self) -> str:
-        """What there is, and what is free of it."""
+        """Describe total and free resources."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A role's place in a pool.
+    """A role's slot in a pool.
 
     Attributes:
         pool: The pool.
-        index: Which of its slots.
-        taken: Its part of the slot.
-        request: What the reserver knows the pool by.
+        index: Index of the slot.
+        taken: The role's part of the slot.
+        request: The reserver's handle of the pool.
     """
 
     pool: ResourcePool
@@ -59,7 +59,7 @@ class Slot:
 
 @dataclass(slots=True)
 class _Entry:
-    """A pool that somebody uses or waits for."""
+    """A pool in use or being requested."""
 
     pool: ResourcePool
     request: Any
@@ -68,20 +68,20 @@ class _Entry:
 
 
 class PoolBook:
-    """The pools of one kind of cluster in this process, for all its threads and event loops."""
+    """The pools of one kind of cluster in this process; usable from all threads and event loops."""
 
     def __init__(self, reserver: Reserver) -> None:
-        """No pool yet."""
+        """Initialize without pools."""
         self._reserver = reserver
         self._entries: dict[str, _Entry] = {}
         self._lock = threading.Lock()
 
     async def take(self, pool: ResourcePool, specs: Sequence[RoleSpec], deadline_s: float) -> list[Slot]:
-        """A place for each role, all or none; the pool is reserved where nobody uses it yet.
+        """Take a slot for each role, all or none; reserve the pool if it is not in use.
 
         Raises:
-            SettingsError: The pool, or what there is, can never hold that; or another pool has this name.
-            DeadlineError: Others kept it.
+            SettingsError: The pool or the total resources are too small, or a different pool has this name.
+            DeadlineError: Others held the resources until the deadline.
         """
         _check_fits(pool, specs)
         ends_at = time.monotonic() + deadline_s
@@ -97,7 +97,7 @@ class PoolBook:
         return slots
 
     def give_back(self, slot: Slot) -> None:
-        """A role has left its place."""
+        """Return a role's slot."""
         with self._lock:
             entry = self._entries[slot.pool.name]
             if entry.slots is not None:
@@ -132,10 +132,10 @@ class PoolBook:
 
 
 class LocalReserver:
-    """The CPUs and GPUs of this machine; a request is the list of what it has got."""
+    """Reserves CPUs and GPUs of this machine; a request's handle is the list of its reserved shares."""
 
     def __init__(self) -> None:
-        """Nothing is taken."""
+        """Initialize with everything free."""
         self._requests: list[list[Taken]] = []
 
     def begin(self, pool: ResourcePool) -> list[Taken]:
@@ -185,11 +185,11 @@ class LocalReserver:
 
 
 LOCAL_POOLS = PoolBook(LocalReserver())
-"""Of this process: two clusters that name the same pool share it."""
+"""The local pools of this process; clusters that name the same pool share it."""
 
 
 def own_pool(spec: RoleSpec, size: int) -> ResourcePool | None:
-    """For roles that were given no pool, but ask for resources."""
+    """Create a pool for roles that request resources without a pool."""
     cpus, gpus = spec.cpus or 0.0, spec.gpus or 0.0
     if not cpus and not gpus:
         return None
@@ -204,10 +204,10 @@ def _part(pool: ResourcePool, spec: RoleSpec) -> tuple[float, float]:
 
 
 def _check_fits(pool: ResourcePool, specs: Sequence[RoleSpec]) -> None:
-    """Refuse what the pool could not hold though it were empty.
+    """Check that the pool could hold the roles if it were empty.
 
     Raises:
-        SettingsError: That is so.
+        SettingsError: The pool is too small.
     """
     cpus, gpus = _part(pool, specs[0])
     room = pool.size * count_room(empty_slot(pool), cpus, gpus, at_most=len(specs))
@@ -222,7 +222,7 @@ def _check_fits(pool: ResourcePool, specs: Sequence[RoleSpec]) -> None:
 
 
 def _place(entry: _Entry, slots: list[Shares], specs: Sequence[RoleSpec]) -> list[Slot] | None:
-    """A place for each role: rank 0 in the first slot, rank 1 in the next, and round again."""
+    """Assign slots to roles round-robin: rank 0 to the first slot, rank 1 to the next."""
     placed: list[Slot] = []
     for number, spec in enumerate(specs):
         order = (index % len(slots) for index in range(number, number + len(slots)))

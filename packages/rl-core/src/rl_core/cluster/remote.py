@@ -1,4 +1,4 @@
-"""The caller's side of a role that lives elsewhere: what is the same for a process and for an actor of Ray."""
+"""The caller's side of a remote role, shared by processes and Ray actors."""
 
 import asyncio
 import os
@@ -22,13 +22,13 @@ from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
 
 
 class RemoteIncarnation(ABC):
-    """An `Incarnation` whose calls travel; those made in one turn of the event loop travel together.
+    """An `Incarnation` with remote calls; those made in one turn of the event loop are sent together.
 
-    A subclass makes the process, carries the calls, and calls `_tell_end` once it is gone.
+    A subclass starts the process, sends the calls, and calls `_tell_end` after the process ends.
     """
 
     def __init__(self, birth: Birth, options: ClusterOptions) -> None:
-        """Nothing runs yet."""
+        """Initialize without a process."""
         self._birth = birth
         self._spec = birth.spec
         self._close_deadline_s = options.close_deadline_s
@@ -44,7 +44,7 @@ class RemoteIncarnation(ABC):
         self._ended.set_running_or_notify_cancel()
 
     async def start(self) -> None:
-        """Wait until the role's object is made; see `Launcher.launch`."""
+        """Wait for the role's object; see `Launcher.launch`."""
         spec = replace(self._spec, restart=RestartPolicy())  # whose hook may be local to a function
         limit = asyncio.timeout(self._birth.deadline_s)
         try:
@@ -79,7 +79,7 @@ class RemoteIncarnation(ABC):
         return self._calls.under_way
 
     async def stacks(self, deadline_s: float) -> str:
-        """See `Incarnation.stacks`: a thread of the process answers, else its handler of a signal."""
+        """See `Incarnation.stacks`: a thread of the process answers, otherwise its signal handler."""
         return await ask_then_dump(self._ask_stacks, self._dump, deadline_s)
 
     async def call(self, method: str, parcel: Any) -> Any:
@@ -124,11 +124,11 @@ class RemoteIncarnation(ABC):
 
     @abstractmethod
     async def _make(self, spec: RoleSpec) -> None:
-        """Have the object made, by the call of an empty name."""
+        """Make the object, by a call with an empty name."""
 
     @abstractmethod
     async def _say_late(self) -> str:
-        """Why it was not ready in time; it may be ended for that."""
+        """Explain why it was not ready in time; may end the process to find out."""
 
     @abstractmethod
     async def _ask_stacks(self) -> str: ...
@@ -138,19 +138,19 @@ class RemoteIncarnation(ABC):
 
     @abstractmethod
     def _send(self, calls: list[tuple[int, Any]]) -> None:
-        """Send calls, with their numbers, that begin together there."""
+        """Send calls with their numbers, which begin together in the role."""
 
     @abstractmethod
     async def _close_object(self) -> None:
-        """Have the object closed, and wait for that."""
+        """Close the object and wait for completion."""
 
     @abstractmethod
     async def _end(self) -> None:
-        """Kill what is still there, and wait until it is gone."""
+        """Kill remaining processes and wait for their end."""
 
     @abstractmethod
     def _describe_end(self) -> tuple[str, str]:
-        """How it ended, such as "the process of engine[0] was killed", and what else is known of it."""
+        """Return how it ended, such as "the process of engine[0] was killed", and further details."""
 
     # -- inside
 
@@ -159,7 +159,7 @@ class RemoteIncarnation(ABC):
         self._send(calls)
 
     def _tell_end(self) -> None:
-        """It is gone: tell who watches it, and then who waits for answers."""
+        """Report the end, first to watchers, then to pending calls."""
         with self._lock:
             self._has_ended = True
             watchers = self._watchers if self._because is None else []
@@ -181,7 +181,7 @@ class RemoteIncarnation(ABC):
 
 
 def role_environment(spec: RoleSpec, mark: str) -> dict[str, str]:
-    """The role's own variables, this process's import path, and the mark of its descendants."""
+    """Return the role's variables, this process's import path, and the family's mark."""
     paths = [*spec.environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
     return {
         **spec.environment,

@@ -1,4 +1,4 @@
-"""Calls to a role that is started again when it dies, and has work to be started in it before it is of use."""
+"""Calls to a role that is restarted after its death and whose work must then be started again."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,15 +12,15 @@ NEWS_DEADLINE_S = 60.0
 
 
 class RoleRestartedError(Exception):
-    """The role died before it answered, and was restarted; the caller decides whether to repeat the call."""
+    """The role died before it answered and was restarted; the caller decides whether to repeat the call."""
 
 
 class SupervisedRole:
-    """Calls a role; when it dies, brings it back once, and calls wait until it is back.
+    """Calls a role, and revives it once after each death while calls wait.
 
     Attributes:
-        incarnation: The incarnation in which the work was started.
-        num_restarts: How often it was brought back.
+        incarnation: The incarnation with the started work.
+        num_restarts: Number of revivals.
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class SupervisedRole:
         on_lost: Callable[[RoleDiedError], Awaitable[None]],
         start: Callable[[], Awaitable[None]],
     ) -> None:
-        """Supervise a role whose process runs.
+        """Supervise a role with a running process.
 
         Args:
             role: The role.
-            on_lost: Called after each death, when the process runs again.
-            start: Then starts the work in it; called again if it dies meanwhile.
+            on_lost: Called after each death, once the process runs again.
+            start: Starts the work after `on_lost`; called again if the role dies during it.
         """
         self._role = role
         self._on_lost = on_lost
@@ -46,11 +46,11 @@ class SupervisedRole:
 
     @property
     def is_current(self) -> bool:
-        """False from a death that its process has recovered from until its work is started again."""
+        """False from a restart of the process until its work is started again."""
         return self.incarnation == self._role.incarnation
 
     async def ready(self) -> int:
-        """Wait while it is brought back; gives the incarnation to call."""
+        """Wait until the role is revived; return the incarnation to call."""
         async with self._lock:
             return self.incarnation
 
@@ -58,14 +58,14 @@ class SupervisedRole:
         """Call a method.
 
         Args:
-            method: Its name.
-            args: Its arguments.
-            incarnation: The incarnation to call; None is the current one.
-            kwargs: Its named arguments.
+            method: Name of the method.
+            args: Positional arguments.
+            incarnation: The incarnation to call; None means the current one.
+            kwargs: Keyword arguments.
 
         Raises:
-            RoleRestartedError: It died, and was brought back.
-            RoleDiedError: It died, and may not be started again; or another role's death came as the answer.
+            RoleRestartedError: The role died and was revived.
+            RoleDiedError: The role died and may not be restarted, or the call raised another role's death.
         """
         called = await self.ready() if incarnation is None else incarnation
         try:
@@ -82,7 +82,7 @@ class SupervisedRole:
         return self._role.incarnation == incarnation and self._role.state == "serving"
 
     async def _revive(self, died: int, error: RoleDiedError) -> None:
-        """Bring it back, once for each death."""
+        """Revive the role, once per death."""
         async with self._lock:
             if self.incarnation > died:
                 return
@@ -100,16 +100,16 @@ class SupervisedRole:
 
 
 async def next_incarnation(role: Role, incarnation: int, error: Exception) -> int:
-    """Wait until a role that a call found dead is started again; gives the number of its new incarnation.
+    """Wait for the restart of a role that a call found dead; return the number of its new incarnation.
 
     Args:
-        role: Which.
-        incarnation: The one that died.
-        error: What the call got.
+        role: The role.
+        incarnation: The incarnation that died.
+        error: The call's error.
 
     Raises:
-        RoleDiedError: It is not started again.
-        DeadlineError: Nobody noticed its death.
+        RoleDiedError: The role is not restarted.
+        DeadlineError: The death was not noticed in time.
     """
     try:
         async with asyncio.timeout(NEWS_DEADLINE_S):

@@ -1,4 +1,4 @@
-"""What a role says of itself when it is asked what it does."""
+"""Reports of roles on their current activity."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,13 +8,13 @@ from rl_core.cluster.stacks import is_silent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """What a role waits for right now.
+    """A current wait of a role.
 
     Attributes:
-        what: In words that follow "has waited for", such as "step 12", "3 of 8 groups" or "room for group p-17".
-        on: Whom or what it depends on: a role's name, "groups" (that others make ready), "queue" (room in it), or
-            something outside of the run, such as "reward judge".
-        since_s: For how long.
+        what: Text that follows "has waited for", such as "step 12", "3 of 8 groups" or "room for group p-17".
+        on: The dependency: a role's name, "groups" (from other roles), "queue" (its capacity), or something outside of
+            the run, such as "reward judge".
+        since_s: Duration of the wait in seconds.
     """
 
     what: str
@@ -24,13 +24,13 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleView:
-    """What a role does right now.
+    """A role's own view of its current activity.
 
     Attributes:
-        doing: In words.
-        waits: What it waits for.
-        holds: Groups that it has.
-        counts: Anything that can be counted.
+        doing: Description of the activity.
+        waits: Current waits.
+        holds: Groups that it holds.
+        counts: Further counts, by name.
     """
 
     doing: str
@@ -39,7 +39,7 @@ class RoleView:
     counts: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """As `status` prints it: what it does, and its longest wait."""
+        """Format the activity and the longest wait, as `status` prints them."""
         longest = max(self.waits, key=lambda wait: wait.since_s, default=None)
         waits = ""
         if longest is not None:
@@ -50,17 +50,17 @@ class RoleView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleReport:
-    """What one role does.
+    """The report of one role.
 
     Attributes:
-        name: Such as "rollouter", "engine 1" or "learner[0]"; names with brackets are ranks of one role.
-        state: As `rl_core.cluster` has it: starting, serving, restarting, dead or closed.
-        since_s: How long it has been in this state; of a role that does not answer, how long it has not.
-        waits: Its present waits.
-        stack: As `Role.stacks` gives it; empty where it was not asked.
-        leases: Groups of the queue that it holds.
-        counts: Anything that can be counted, such as "running".
-        is_answering: False where it was asked and did not answer in time.
+        name: Name such as "rollouter", "engine 1" or "learner[0]"; brackets mark ranks of one role.
+        state: State of `Role`: starting, serving, restarting, dead or closed.
+        since_s: Seconds in this state; for an unresponsive role, seconds without an answer.
+        waits: Current waits.
+        stack: Text from `Role.stacks`; empty if not requested.
+        leases: Groups of the queue that it has leased.
+        counts: Further counts by name, such as "running".
+        is_answering: False if it did not answer a request in time.
     """
 
     name: str
@@ -76,14 +76,14 @@ class RoleReport:
 def process_report(
     name: str, stack: str, *, asked_s: float, state: str = "serving", num_running: int = 0
 ) -> RoleReport:
-    """A process beneath a role, such as an engine or a rank, by its stacks.
+    """Create the report of a role's subordinate process, such as an engine or a rank, from its stacks.
 
     Args:
-        name: Such as "engine[0]".
-        stack: As `Role.stacks` gives it.
-        asked_s: How long one that does not answer has not, at least.
-        state: As `RoleReport` has it.
-        num_running: Requests that it works on.
+        name: Name such as "engine[0]".
+        stack: Text from `Role.stacks`.
+        asked_s: Minimum seconds that an unresponsive process has not answered.
+        state: See `RoleReport`.
+        num_running: Number of running requests.
     """
     is_answering = not is_silent(stack)
     return RoleReport(

@@ -1,4 +1,4 @@
-"""Roles: plain classes that run in this process or in one of their own, called the same way."""
+"""Specifications of roles: plain classes that run in this or another process with the same calls."""
 
 import importlib
 import inspect
@@ -13,18 +13,18 @@ from rl_core.record_fields import record, settings_record
 
 @settings_record
 class RoleSpec:
-    """How to make one role.
+    """The specification of one role.
 
     Attributes:
-        name: Such as "engine" or "learner"; errors and logs carry it.
-        factory: "module:qualname" of a class or function, plain or async, that returns the role's object. It gets a
-            `RoleContext` where it has a parameter `context`.
-        kwargs: Arguments of the factory.
-        rank: Which of several equal roles; a group numbers its own.
-        environment: Variables set in a process of its own, before anything is imported.
-        cpus: CPUs it uses of a pool's slot; None uses the whole slot, or nothing without a pool.
-        gpus: The same of GPUs.
-        restart: Whether it is started again when it died.
+        name: Name in errors and logs, such as "engine" or "learner".
+        factory: "module:qualname" of a class or function, sync or async, that returns the role's object. It receives a
+            `RoleContext` if it has a parameter `context`.
+        kwargs: Keyword arguments of the factory.
+        rank: Rank among equal roles; a group sets it.
+        environment: Environment variables of its own process, set before any import.
+        cpus: CPUs of a pool's slot that it uses; None uses the whole slot, or none without a pool.
+        gpus: The same for GPUs.
+        restart: Policy for restarts after a death.
     """
 
     name: str
@@ -37,24 +37,24 @@ class RoleSpec:
     restart: RestartPolicy = field(default_factory=RestartPolicy)
 
     def __post_init__(self) -> None:
-        """Refuse amounts that cannot be given."""
+        """Check the amounts."""
         check_amounts(f"role {self.name!r}", self.cpus or 0.0, self.gpus or 0.0)
 
     def __str__(self) -> str:
-        """Such as engine[0]."""
+        """Return the name with the rank, such as engine[0]."""
         return f"{self.name}[{self.rank}]"
 
 
 @record
 class RoleContext:
-    """What a role knows about its place among its equals.
+    """A role's position in its group.
 
     Attributes:
-        name: The role's.
-        rank: 0 to size - 1 in a group.
-        size: How many were started together; 1 for a role that was started alone.
-        address: Of its host, as the other ranks reach it: 127.0.0.1 on one machine, the node's on Ray.
-        incarnation: 1, and one more for each restart.
+        name: Name of the role.
+        rank: Rank in the group, 0 to size - 1.
+        size: Number of roles in the group; 1 for a single role.
+        address: Host address for the other ranks: 127.0.0.1 on one machine, the node's address on Ray.
+        incarnation: Starts at 1 and increases by one with each restart.
     """
 
     name: str
@@ -68,7 +68,7 @@ def load_factory(path: str) -> Any:
     """Import "module:qualname".
 
     Raises:
-        SettingsError: The path has no colon, there is no such module, or the name is not in it.
+        SettingsError: The path has no colon, or the module or the name does not exist.
     """
     module_name, _, qualname = path.partition(":")
     if not (module_name and qualname):
@@ -88,10 +88,10 @@ def load_factory(path: str) -> Any:
 
 
 async def make_object(factory_path: str, kwargs: Mapping[str, Any], context: RoleContext) -> Any:
-    """A role's object, from a factory that may want to know its context.
+    """Make a role's object by its factory, which may take the context.
 
     Raises:
-        SettingsError: There is no such factory.
+        SettingsError: The factory does not exist.
         Exception: Whatever the factory raised.
     """
     factory = load_factory(factory_path)

@@ -1,4 +1,4 @@
-"""A running role: what callers hold, in one incarnation after another."""
+"""A running role, the callers' handle over successive incarnations."""
 
 import asyncio
 import time
@@ -20,13 +20,13 @@ DeathCallback = Callable[["Role", RLError], None]
 
 @dataclass(frozen=True, slots=True)
 class RestartedRole:
-    """What a restart's hook gets: a role that is there again, and that nobody else can call yet.
+    """The argument of a restart's hook: a restarted role that no other caller can use yet.
 
     Attributes:
-        spec: The role's.
-        incarnation: Its number; 2 after the first restart.
-        launcher: Who started it.
-        current: The role in that incarnation.
+        spec: Specification of the role.
+        incarnation: Number of the incarnation; 2 after the first restart.
+        launcher: The launcher that started it.
+        current: The incarnation itself.
     """
 
     spec: RoleSpec
@@ -40,10 +40,10 @@ class RestartedRole:
 
 
 class Role:
-    """A running role; use it on the event loop that started it. `Cluster.start` and `RoleGroup` make it."""
+    """A running role, for use on the event loop that started it; created by `Cluster.start` and `RoleGroup`."""
 
     def __init__(self, spec: RoleSpec, *, size: int, slot: Slot | None, launcher: Launcher) -> None:
-        """Not started yet."""
+        """Initialize without starting."""
         self._spec = spec
         self._size = size
         self._slot = slot
@@ -57,21 +57,21 @@ class Role:
         self._callbacks: list[DeathCallback] = []
         self._mourners: set[asyncio.Future[RLError]] = set()
         self.supervisor: DeathCallback | None = None
-        """Decides about restarts; called before anyone else learns of its death."""
+        """Decides about restarts; called before others are notified of the death."""
 
     @property
     def spec(self) -> RoleSpec:
-        """What it was made from."""
+        """Specification of the role."""
         return self._spec
 
     @property
     def rank(self) -> int:
-        """Which of several equal roles."""
+        """Rank among equal roles."""
         return self._spec.rank
 
     @property
     def incarnation(self) -> int:
-        """1, and one more for each restart."""
+        """Starts at 1 and increases by one with each restart."""
         return self._incarnation
 
     @property
@@ -79,7 +79,7 @@ class Role:
         """Process id, on its own host.
 
         Raises:
-            NotReadyError: It has none: it is being restarted, or closed.
+            NotReadyError: It has no process because it is restarting or closed.
         """
         if self._current is None:
             raise NotReadyError(f"{self._spec} has no process: it is {self._state}.")
@@ -87,49 +87,48 @@ class Role:
 
     @property
     def state(self) -> State:
-        """What it does: starting, serving, restarting, dead (for good) or closed."""
+        """One of starting, serving, restarting, dead (permanently) or closed."""
         return self._state
 
     @property
     def death(self) -> RLError | None:
-        """What its calls get once it is dead for good."""
+        """The error of its calls once it is permanently dead."""
         return self._death() if self._state == "dead" else None
 
     @property
     def last_heard(self) -> str:
-        """The last thing that it said, and how long ago."""
+        """Describe its last message, with its age."""
         return "nothing" if self._current is None else self._current.last_heard
 
     @property
     def is_alive(self) -> bool:
-        """False while it is being restarted, once it was closed, or when it has died for good."""
+        """False while it restarts, and once it is closed or permanently dead."""
         return self._state == "serving" and self._current is not None and self._current.is_alive
 
     async def call(self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
-        """Call a method, plain or async; calls may overlap. Arguments must not change until it returns.
+        """Call a sync or async method; calls may overlap. Arguments must not change until it returns.
 
-        While the role is being restarted a new call waits.
+        A new call waits while the role restarts.
 
         Args:
-            method: Its name.
-            *args: Its arguments; numpy arrays arrive read-only on Ray.
-            deadline_s: Maximum wait; None has no limit. The role continues a call whose caller gave up.
-            **kwargs: Its arguments by name.
+            method: Name of the method.
+            *args: Positional arguments; numpy arrays arrive read-only on Ray.
+            deadline_s: Maximum wait; None has no limit. The role continues a call after its caller gave up.
+            **kwargs: Keyword arguments.
 
         Raises:
-            RoleDiedError: The role died, or was restarted, before it answered; the message says how.
-            DeadlineError: It took longer; the message says what was heard last.
+            RoleDiedError: The role died or restarted before it answered; the message says how.
+            DeadlineError: The call exceeded the deadline; the message includes the role's last message.
             NotReadyError: The role was closed.
-            SettingsError: Its object has no such method.
-            RoleError: An argument, or the result, cannot be pickled.
-            Exception: Whatever the method raised, with the remote traceback as a note, and attributes `role` and
-                `rank`.
+            SettingsError: The object has no such method.
+            RoleError: An argument or the result cannot be pickled.
+            Exception: Whatever the method raised, with the remote traceback as a note and attributes `role` and `rank`.
         """
         parcel = self._launcher.pack(Call([self._spec], method, args, kwargs))
         return await self.send(method, parcel, deadline_s=deadline_s)
 
     async def send(self, method: str, parcel: Any, *, deadline_s: float | None) -> Any:
-        """Call a method with arguments that the launcher has packed."""
+        """Call a method with arguments packed by the launcher."""
         began_at = time.time()
         limit = asyncio.timeout(deadline_s)
         current: Incarnation | None = None
@@ -151,13 +150,13 @@ class Role:
         await self._changed.wait()
 
     async def stacks(self, *, deadline_s: float) -> str:
-        """What it does right now: its calls, the Python stacks of its threads, and where tasks of its event loop wait.
+        """Return its current calls, the Python stacks of its threads, and where its event loop's tasks wait.
 
-        Its process answers though its event loop or main thread is blocked. Where code in C holds the interpreter, a
-        signal has the stacks written, without the tasks. Nothing is raised: where nothing is known, the text says so.
+        Its process answers even if its event loop or main thread is blocked. If C code holds the GIL, a signal handler
+        writes the stacks, without the tasks. Nothing is raised: the text explains missing stacks.
 
         Args:
-            deadline_s: Longest wait.
+            deadline_s: Maximum wait.
         """
         current = self._current
         if self._state in ("dead", "closed") or current is None:
@@ -173,14 +172,14 @@ class Role:
             return f"{heading}\n{NOT_KNOWN}: {type(error).__name__}: {error}"
 
     def on_death(self, callback: DeathCallback) -> None:
-        """Have this called, on its event loop, each time it dies, though it may be restarted."""
+        """Register a callback for each death, before any restart; runs on its event loop."""
         self._callbacks.append(callback)
 
     async def wait_death(self) -> RLError:
-        """Wait until it dies, though it may be restarted; gives the error that its calls get.
+        """Wait for its next death, even if a restart follows; return the error that its calls get.
 
         Raises:
-            NotReadyError: It was closed.
+            NotReadyError: The role was closed.
         """
         if self._state == "dead":
             return self._death()
@@ -194,10 +193,10 @@ class Role:
             self._mourners.discard(died)
 
     async def fail(self, because: str) -> None:
-        """Kill its process, as if it had died by itself: it is started again where its policy says so.
+        """Kill its process and treat it as dead: its policy decides about a restart.
 
         Args:
-            because: Ends a sentence about it, such as "did not answer for 60 s, and was killed".
+            because: End of a sentence about the role, such as "did not answer for 60 s, and was killed".
         """
         current = self._current
         if current is None or self._state != "serving":
@@ -206,7 +205,7 @@ class Role:
         await current.kill(because)
 
     async def close(self) -> None:
-        """Call the object's `close`, where it has one, and end its process with its children. Can be called twice."""
+        """Call the object's `close`, if defined, and end its process with its children. Idempotent."""
         current = self._current
         self._set("closed")
         for died in self._mourners:
@@ -221,7 +220,7 @@ class Role:
     # -- for who supervises it
 
     async def launch(self, deadline_s: float) -> None:
-        """Start the next incarnation; it serves nobody yet."""
+        """Start the next incarnation, which does not serve calls yet."""
         self._incarnation += 1
         context = RoleContext(
             name=self._spec.name, rank=self._spec.rank, size=self._size, address="", incarnation=self._incarnation
@@ -241,23 +240,23 @@ class Role:
         current.watch(died)
 
     async def end(self, because: str) -> None:
-        """Kill the present incarnation, if there is one."""
+        """Kill the current incarnation, if any."""
         current, self._current = self._current, None
         if current is not None:
             await current.kill(because)
 
     def restarted(self) -> RestartedRole:
-        """For the hook.
+        """Return the argument of the restart's hook.
 
         Raises:
-            NotReadyError: It is gone already.
+            NotReadyError: The incarnation has already ended.
         """
         if self._current is None:
             raise NotReadyError(f"{self._spec} has no process: it is {self._state}.")
         return RestartedRole(self._spec, self._incarnation, self._launcher, self._current)
 
     def serve(self) -> None:
-        """Let calls through."""
+        """Start to serve calls."""
         if self._state != "closed":
             self._set("serving")
 
@@ -265,7 +264,7 @@ class Role:
         """Refuse to continue with a dead incarnation.
 
         Raises:
-            RoleDiedError: It did.
+            RoleDiedError: The incarnation died.
         """
         if self._current is None or not self._current.is_alive:
             raise named(RoleDiedError(f"{self._spec} died right after its restart."), self._spec)
@@ -277,14 +276,14 @@ class Role:
             self._set("restarting")
 
     def give_up(self, ending: BaseException, fate: str) -> None:
-        """It is dead for good."""
+        """Mark the role as permanently dead."""
         if self._state != "closed":
             self._ending, self._fate = ending, fate
             self._set("dead")
             self.give_slot_back()
 
     def give_slot_back(self) -> None:
-        """Its place is free for others."""
+        """Return its slot to the pool."""
         slot, self._slot = self._slot, None
         if slot is not None:
             self._launcher.pools.give_back(slot)

@@ -1,4 +1,4 @@
-"""The role's side of every placement: one object, made from its spec, whose methods are called."""
+"""The role's side of every placement: an object made from its spec, and calls of its methods."""
 
 import inspect
 import os
@@ -17,7 +17,7 @@ class ServedRole:
     """One role's object."""
 
     def __init__(self) -> None:
-        """Have no object yet."""
+        """Initialize without an object."""
         self._target: Any = None
         self._spec: RoleSpec | None = None
 
@@ -27,17 +27,17 @@ class ServedRole:
         self._target = await make_object(spec.factory, spec.kwargs, context)
 
     async def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method, plain or async.
+        """Call a sync or async method.
 
         Raises:
             SettingsError: The object has no such method.
-            Exception: Whatever it raised.
+            Exception: Whatever the method raised.
         """
         result = self._find(method)(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
     async def answer(self, packed: Packed) -> Packed:
-        """Run a call that came from elsewhere; gives (True, result) or (False, RemoteError)."""
+        """Run a remote call; return (True, result) or (False, RemoteError)."""
         try:
             method, args, kwargs = unpack(packed)
             if not method:
@@ -50,7 +50,7 @@ class ServedRole:
             return pack((False, RemoteError.of(error)))
 
     async def close(self) -> None:
-        """Call the object's `close`, where it has one."""
+        """Call the object's `close`, if defined."""
         target, self._target = self._target, None
         if hasattr(target, "close"):
             result = target.close()
@@ -79,7 +79,7 @@ class ServedRole:
 
 
 def _exit(error: SystemExit | KeyboardInterrupt) -> NoReturn:
-    """End this process as the role's code wants, at once: threads, and Ray's event loop, would outlive the error."""
+    """End this process at once when the role's code exits; threads and Ray's event loop would survive the error."""
     traceback.print_exception(error)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

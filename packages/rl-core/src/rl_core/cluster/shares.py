@@ -1,4 +1,4 @@
-"""CPUs and GPUs that are reserved in parts and released."""
+"""Fractional reservation and release of CPUs and GPUs."""
 
 import os
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ EPSILON = 1e-6
 
 
 class Taken(NamedTuple):
-    """A part of some CPUs and GPUs.
+    """A reserved part of CPUs and GPUs.
 
     Attributes:
-        cpus: How many.
-        gpus: How much of each device.
+        cpus: Number of CPUs.
+        gpus: Fraction of each device.
     """
 
     cpus: float
@@ -24,17 +24,17 @@ class Taken(NamedTuple):
 
 
 class Shares:
-    """What there is, and what is free of it."""
+    """Total and free CPUs and GPUs."""
 
     def __init__(self, cpus: float, gpus: Mapping[str, float]) -> None:
-        """All of it is free."""
+        """Initialize with everything free."""
         self.cpus = cpus
         self.gpus = dict(gpus)
         self.free_cpus = cpus
         self.free_gpus = dict(gpus)
 
     def take(self, cpus: float, gpus: float) -> Taken | None:
-        """Take a part, or None where too little is free; a part of a GPU comes from one that is used already."""
+        """Take a part, or return None if too little is free; fractions prefer a GPU that is already in use."""
         if cpus and cpus > self.free_cpus + EPSILON:
             return None
         devices = self._devices(gpus)
@@ -46,7 +46,7 @@ class Shares:
         return Taken(cpus, devices)
 
     def give_back(self, taken: Taken) -> None:
-        """A part is free again."""
+        """Return a part."""
         self.free_cpus += taken.cpus
         for device, part in taken.gpus.items():
             self.free_gpus[device] += part
@@ -64,7 +64,7 @@ class Shares:
 
 
 def count_room(shares: Shares, cpus: float, gpus: float, *, at_most: int) -> int:
-    """How many equal parts could be taken one after another."""
+    """Return how many equal parts could be taken in sequence."""
     taken: list[Taken] = []
     while len(taken) < at_most and (one := shares.take(cpus, gpus)) is not None:
         taken.append(one)
@@ -74,27 +74,27 @@ def count_room(shares: Shares, cpus: float, gpus: float, *, at_most: int) -> int
 
 
 def empty_slot(pool: ResourcePool) -> Shares:
-    """A slot that nobody uses, its GPUs by number."""
+    """Create an unused slot, with numbered GPUs."""
     number = max(1, int(pool.gpus))
     return Shares(pool.cpus, {str(index): min(pool.gpus, 1.0) for index in range(number)})
 
 
 def describe_shares(cpus: float, gpus: float) -> str:
-    """Such as "2 CPUs and 0.5 GPUs"."""
+    """Describe shares, such as "2 CPUs and 0.5 GPUs"."""
     return f"{cpus:g} CPU{'' if cpus == 1 else 's'} and {gpus:g} GPU{'' if gpus == 1 else 's'}"
 
 
 def machine_shares() -> Shares:
-    """The CPUs and GPUs that this process may use."""
+    """Return the CPUs and GPUs that this process may use."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Shares(float(cpus), dict.fromkeys(visible_gpus(), 1.0))
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs, as CUDA_VISIBLE_DEVICES has them; those of the driver where it is not set.
+    """Return the GPUs' names from CUDA_VISIBLE_DEVICES, or the driver's if it is not set.
 
     Raises:
-        SettingsError: The variable names a device twice.
+        SettingsError: The variable lists a device twice.
     """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:

@@ -1,4 +1,4 @@
-"""What a process does right now, in words: the Python stacks of its threads, and where an event loop's tasks wait."""
+"""Stack reports of a process: the Python stacks of its threads, and where an event loop's tasks wait."""
 
 import asyncio
 import linecache
@@ -14,20 +14,20 @@ from typing import Any
 MAX_TEXT = 64_000
 NOT_ANSWERED = "It has not answered since"
 NOT_KNOWN = "Its stacks are not known"
-"""So begins, behind a heading, what is said of a process that did not answer; see `is_silent`."""
+"""Text after the heading in the report of an unresponsive process; see `is_silent`."""
 TURN_S = 0.2
-"""How long an event loop may take to turn before it is called blocked."""
+"""Maximum time for one turn of an event loop before it counts as blocked."""
 MAX_DEPTH = 100
 
 
 def process_stacks(loop: asyncio.AbstractEventLoop | None = None) -> str:
-    """The Python stacks of all threads of this process, and those of an event loop's tasks.
+    """Return the Python stacks of all threads of this process and of an event loop's tasks.
 
-    Any thread may ask, also while the loop or the main thread is blocked; only code that holds the interpreter delays
-    the answer. Threads, and tasks, that stand at the same place are told once.
+    Callable from any thread, even while the loop or the main thread is blocked; only code that holds the GIL delays the
+    answer. Threads or tasks with equal stacks are merged.
 
     Args:
-        loop: Whose tasks are meant; None leaves tasks out.
+        loop: Event loop of the tasks; None omits tasks.
 
     Returns:
         At most MAX_TEXT characters.
@@ -40,12 +40,12 @@ def process_stacks(loop: asyncio.AbstractEventLoop | None = None) -> str:
 
 
 def is_silent(text: str) -> bool:
-    """True where the stacks of a role are those of a process that did not answer."""
+    """Return True if a role's stacks report an unresponsive process."""
     return NOT_ANSWERED in text or NOT_KNOWN in text
 
 
 def cut_middle(text: str, length: int) -> str:
-    """A text that is no longer; its middle is left out."""
+    """Shorten a text to the maximum length by removing its middle."""
     if len(text) <= length:
         return text
     half = max((length - 60) // 2, 0)
@@ -97,7 +97,7 @@ def _describe_tasks(loop: asyncio.AbstractEventLoop) -> list[str]:
 
 
 def _describe_task(task: "asyncio.Task[Any]") -> str:
-    """Where it waits: the coroutines that wait for one another, which a task's own stack stops short of."""
+    """Describe where a task waits: its chain of awaited coroutines, which a task's own stack does not show."""
     lines: list[str] = []
     waits: Any = task.get_coro()
     for _ in range(MAX_DEPTH):
@@ -134,14 +134,14 @@ def _describe_frame(frame: FrameType) -> str:
 
 
 def _describe_awaited(awaited: Any) -> str:
-    """Without addresses and numbers, so that equal waits read alike."""
+    """Describe an awaited object without addresses and numbers, so that equal waits compare equal."""
     if isinstance(awaited, asyncio.Task):
         return f"a task of {getattr(awaited.get_coro(), '__qualname__', 'a coroutine')}"
     return f"a {type(awaited).__name__}"
 
 
 def _merged(found: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Those with the same stack become one, which names them."""
+    """Merge entries with the same stack into one that lists their names."""
     names: dict[str, list[str]] = {}
     for name, stack in found:
         names.setdefault(stack, []).append(name)

@@ -1,4 +1,4 @@
-"""The transfer queue: one interface, several backends."""
+"""The transfer queue: one interface with several backends."""
 
 from rl_core.queue.client import TransferQueue
 from rl_core.queue.in_process import InProcessQueue

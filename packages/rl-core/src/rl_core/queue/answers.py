@@ -1,4 +1,4 @@
-"""What a queue says of itself, and how a lease is described to whom it is given."""
+"""Answers of the queue's server: statistics, ledgers and leases."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from rl_core.queue.tasks import ROLLOUT_COLUMNS
 
 
 def answer_of(core: QueueCore, what: str, *, now: float) -> Any:
-    """The answer of an `Ask`.
+    """Return the answer to an `Ask`.
 
     Raises:
-        DataError: It asks for something unknown.
+        DataError: The question is unknown.
     """
     match what:
         case "ledger":
@@ -35,7 +35,7 @@ def answer_of(core: QueueCore, what: str, *, now: float) -> Any:
 
 
 def stats_of(core: QueueCore, *, now: float) -> dict[str, float]:
-    """Rows, bytes and groups by state, leases and their ages, drops by reason."""
+    """Return rows, bytes and groups by state, leases and their ages, and drops by reason."""
     stats: dict[str, float] = dict(core.groups.counts())
     leases = [lease for lease in core.leases.values() if lease.task.name != GENERATE]
     stats["rows"], stats["size_bytes"] = core.groups.num_rows, core.groups.size_bytes
@@ -52,7 +52,7 @@ def stats_of(core: QueueCore, *, now: float) -> dict[str, float]:
 
 
 def leased_of(core: QueueCore, lease: RunningLease) -> Leased:
-    """What a consumer is told of its lease, or a producer of its claim."""
+    """Describe a lease to its consumer, or a claim to its producer."""
     if lease.task.name == GENERATE:
         claimed = [LeasedGroup(group.prompt, group.missing_sessions, [], []) for group in lease.groups]
         return Leased(lease.lease_id, lease.expires_at, claimed, [], {})
@@ -71,9 +71,9 @@ def leased_of(core: QueueCore, lease: RunningLease) -> Leased:
 
 
 def _visible(core: QueueCore, lease: RunningLease) -> frozenset[str]:
-    """Columns from rollouts and those that the task needs.
+    """Return the columns from rollouts and those that the task needs.
 
-    Groups may differ in the late columns that other tasks have given so far, which this task did not ask for.
+    Groups can differ in the late columns that other tasks have added; a task sees only those it needs.
     """
     giving = (task.spec.gives for task in core.groups.tasks.values())
     late = frozenset().union(*giving) - ROLLOUT_COLUMNS

@@ -1,4 +1,4 @@
-"""What users give to a queue: converted, or refused with what is expected."""
+"""Conversion and checks of the queue's arguments."""
 
 import operator
 from collections.abc import Iterable
@@ -10,10 +10,10 @@ from rl_core.queue.messages import GENERATE
 
 
 def asked(task: str, groups: int | None, prompts: Iterable[str] | None) -> tuple[int, list[str]]:
-    """How many groups a lease asks for, and the prompts that it names.
+    """Return the number of groups that a lease requests, and the prompts that it names.
 
     Raises:
-        DataError: It asks for nothing, or for both, or is a producer's.
+        DataError: The lease names neither or both, or its task is the producer's.
     """
     if (groups is None) == (prompts is None) or task == GENERATE:
         raise DataError(f"a lease is of groups or of prompts of a task; found {groups=}, {prompts=} of {task!r}.")
@@ -22,10 +22,10 @@ def asked(task: str, groups: int | None, prompts: Iterable[str] | None) -> tuple
 
 
 def names_of(prompts: Iterable[str]) -> list[str]:
-    """Uids of prompts.
+    """Convert uids of prompts.
 
     Raises:
-        DataError: They are something else, such as one text or the prompts themselves.
+        DataError: The value is something else, such as one string or the prompts themselves.
     """
     uids = list(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, str) else [None]
     if not all(isinstance(uid, str) for uid in uids):
@@ -34,10 +34,10 @@ def names_of(prompts: Iterable[str]) -> list[str]:
 
 
 def whole(value: Any, name: str) -> int:
-    """A whole number that fits 63 bits, of any integer type.
+    """Convert any integer type to an int of at most 63 bits.
 
     Raises:
-        DataError: It is none.
+        DataError: The value is not such an integer.
     """
     try:
         number = operator.index(value)
@@ -49,5 +49,5 @@ def whole(value: Any, name: str) -> int:
 
 
 def stored(reason: str) -> str:
-    """A reason as text that can be stored, whatever an error message brought."""
+    """Return a reason as text that can be stored, whatever characters an error message contains."""
     return encodable(str(reason)) or "no reason"

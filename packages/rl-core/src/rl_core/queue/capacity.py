@@ -1,4 +1,4 @@
-"""Capacity of a queue: what is held, what is reserved for rows that are being written, and who may come in."""
+"""Capacity of a queue: held rows, reservations for rows being written, and admission of new rows."""
 
 import time
 from collections.abc import Callable, Set
@@ -10,35 +10,35 @@ from rl_core.queue.messages import GENERATE, Reserve
 
 
 class SegmentStore(Protocol):
-    """Where segments of a certain size can be written, for clients that do not bring their own."""
+    """Allocates places for segments, for clients that do not bring their own."""
 
     def allocate(self, size_bytes: int, client: str) -> Any:
-        """A place for a segment, such as a file's name; None where the client names one.
+        """Return a place for a segment, such as a file's name; None if the client chooses one.
 
         Raises:
-            JournalError: There is no space left.
+            JournalError: No space is left.
         """
         ...
 
     def free(self, place: Any) -> None:
-        """The segment there is needed no longer."""
+        """Free a segment's place."""
         ...
 
     def check(self, place: Any) -> None:
-        """Look at a segment that was there before.
+        """Check a segment that an earlier server stored.
 
         Raises:
-            SegmentError: It is missing, torn or altered.
+            SegmentError: The segment is missing, truncated or altered.
         """
         ...
 
     def remove_others(self, places: list[Any]) -> int:
-        """Remove what lies at none of these places, and say how many segments that was."""
+        """Remove all segments except those at these places, and return how many were removed."""
         ...
 
 
 class Reservation(NamedTuple):
-    """What a client is writing."""
+    """Capacity reserved for a client that is writing."""
 
     client: str
     request: Reserve
@@ -50,11 +50,11 @@ class Capacity:
     """Reservations, and the bounds of a queue."""
 
     def __init__(self, store: SegmentStore | None, *, reservation_s: float) -> None:
-        """Nothing is reserved yet.
+        """Start without reservations.
 
         Args:
-            store: Where segments are; None where requests bring them.
-            reservation_s: How long a client may take to write, where nothing tells that it is gone.
+            store: Allocates segments; None if requests bring them.
+            reservation_s: Seconds a client may take to write, if its death cannot be detected.
         """
         self._store = store
         self._reservation_s = reservation_s
@@ -65,20 +65,20 @@ class Capacity:
 
     @property
     def clients(self) -> list[str]:
-        """Who writes."""
+        """The clients that hold reservations."""
         return sorted({held.client for held in self._reservations.values()})
 
     def fits(self, core: QueueCore, num_rows: int, size_bytes: int, *, waiting_tasks: Set[str]) -> bool:
-        """True when rows fit, or when waiting for them to fit could last for ever.
+        """Return True if rows fit, or if waiting for space could last forever.
 
-        That is so while nothing is settled, and while no consumer is at work and each task for which something is
-        ready has one that waits for more than there is.
+        Waiting could last forever while nothing is settled, and while no lease is running and every task with ready
+        groups has a consumer that waits for more groups than are ready.
 
         Args:
-            core: What is held, and the bounds.
-            num_rows: Rows that want in.
-            size_bytes: Their bytes.
-            waiting_tasks: Tasks with a waiting consumer.
+            core: The queue's state and bounds.
+            num_rows: Number of new rows.
+            size_bytes: Size of the new rows.
+            waiting_tasks: Tasks that have a waiting consumer.
         """
         groups, options = core.groups, core.options
         rows, size = groups.num_rows + self.num_rows + num_rows, groups.size_bytes + self.size_bytes + size_bytes
@@ -94,10 +94,10 @@ class Capacity:
         return bool(waiting) and with_ready <= waiting and not is_worked_on
 
     def reserve(self, request: Reserve, client: str) -> tuple[int, Any]:
-        """Count rows that will be written; gives the reservation's number and a place.
+        """Reserve capacity for rows to be written; return the reservation's number and a place.
 
         Raises:
-            JournalError: There is no space left.
+            JournalError: No space is left.
         """
         place = None if self._store is None else self._store.allocate(request.segment_bytes, client)
         self._number += 1
@@ -107,10 +107,10 @@ class Capacity:
         return self._number, place
 
     def find(self, number: int) -> Reservation:
-        """A reservation.
+        """Return a reservation.
 
         Raises:
-            NotReadyError: Unknown, because the queue was reopened meanwhile.
+            NotReadyError: The reservation is unknown, because the queue was reopened.
         """
         held = self._reservations.get(number)
         if held is None:
@@ -118,19 +118,19 @@ class Capacity:
         return held
 
     def end(self, number: int) -> Reservation:
-        """Let go of a reservation: its place is a segment's now, or is freed."""
+        """End a reservation whose place now belongs to a segment or is freed."""
         held = self._reservations.pop(number)
         self.num_rows -= held.request.num_rows
         self.size_bytes -= held.request.size_bytes
         return held
 
     def give_up(self, number: int, written: Any = None) -> None:
-        """Free the place of a reservation, if it is still there, or what was written elsewhere for it."""
+        """Free a reservation's place if it still exists, or the place that its client wrote to instead."""
         if number in self._reservations:
             self.free(self.end(number).place or written)
 
     def give_up_late(self, note: Callable[[str], None]) -> None:
-        """Free the places of those that took too long."""
+        """Free the places of expired reservations."""
         while self._reservations:
             number, held = next(iter(self._reservations.items()))
             if held.ends_at > time.monotonic():
@@ -139,11 +139,11 @@ class Capacity:
             note(f"what {held.client} reserved was given up")
 
     def give_up_of(self, client: str) -> None:
-        """Free the places of a client that is gone."""
+        """Free the places of a client that has ended."""
         for number in [number for number, held in self._reservations.items() if held.client == client]:
             self.give_up(number)
 
     def free(self, place: Any) -> None:
-        """A segment is needed no longer."""
+        """Free a segment."""
         if self._store is not None:
             self._store.free(place)

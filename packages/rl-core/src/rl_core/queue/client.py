@@ -1,4 +1,4 @@
-"""A queue as its users see it: one implementation over whatever carries requests and keeps rows."""
+"""The queue's client, shared by all backends."""
 
 import contextlib
 import itertools
@@ -71,16 +71,15 @@ MAX_READERS = 8
 
 
 class TransferQueue(ABC):
-    """Moves rows from producers to tasks; nothing is lost, nothing is delivered twice at once.
+    """Moves rows from producers to tasks without loss or concurrent double delivery.
 
-    Every wait has a deadline in seconds, and the DeadlineError says what was waited for. Safe to use from several
-    threads.
+    Every wait has a deadline in seconds; its DeadlineError names the missing condition. Thread-safe.
 
-    Its state is kept elsewhere: backends say how requests travel there, and where rows lie.
+    The server holds the state; each backend defines how requests reach it and where rows are stored.
     """
 
     def __init__(self, tasks: Sequence[TaskSpec], payload: Payload) -> None:
-        """Declare the tasks, and where rows lie."""
+        """Store the tasks and the backend's storage for rows."""
         self._tasks: Mapping[str, TaskSpec] = {task.name: task for task in tasks}
         self._payload = payload
         self._reserves = True
@@ -91,17 +90,17 @@ class TransferQueue(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wake every waiter with NotReadyError, and free the rows; a journal's directory stays."""
+        """Wake every waiter with NotReadyError and free the rows; a journal's directory is kept."""
 
     @abstractmethod
     def _send(self, request: Request, *, deadline_s: float) -> Reply:
-        """Carry a request to the queue's server and its answer back, waiting that long and a little longer."""
+        """Send a request to the queue's server and return its answer; waits slightly longer than the given time."""
 
     def issue(self, prompts: Iterable[Prompt], *, num_sessions: int) -> None:
-        """Enter prompts, each to be settled by `num_sessions` sessions.
+        """Add prompts, each to be settled by `num_sessions` sessions.
 
         Raises:
-            DataError: A prompt uid was issued before, or one is no Prompt.
+            DataError: A prompt uid was issued before, or an item is not a Prompt.
         """
         number = whole(num_sessions, "num_sessions")
         given = several(prompts, Prompt, "prompts")
@@ -115,13 +114,13 @@ class TransferQueue(ABC):
         deadline_s: float = DEFAULT_DEADLINE_S,
         claim_s: float = DEFAULT_LEASE_S,
     ) -> Claim:
-        """Take up to so many prompts to generate for, in the order of issue; waits for the first.
+        """Claim up to a maximum number of prompts to generate for, in issue order; waits for the first.
 
-        A producer that dies loses its claim by time (or at once, where the backend notices), and what it had not yet
-        put is handed out again. `put` needs no claim.
+        A dead producer's claim expires (at once, if the backend detects the death), and its missing sessions are handed
+        out again. `put` works without a claim.
 
         Raises:
-            DeadlineError: No prompt was to be had.
+            DeadlineError: No prompt became available.
         """
         number = whole(prompts, "prompts")
         request = LeaseRequest(GENERATE, number, claim_s, deadline_s, True)
@@ -148,11 +147,11 @@ class TransferQueue(ABC):
         *,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
-        """Settle one session with its trajectories, all or none of them; waits while the queue is full.
+        """Settle one session with its trajectories atomically; waits while the queue is full.
 
         Raises:
-            DataError: Unknown prompt or session, or a NaN logprob.
-            AlreadySettledError: The session was put or failed before.
+            DataError: The prompt or session is unknown, or a logprob is NaN.
+            AlreadySettledError: The session was already put or failed.
             DeadlineError: The queue stayed full.
         """
         rows = several(trajectories, Trajectory, "trajectories")
@@ -164,13 +163,13 @@ class TransferQueue(ABC):
 
     @converts_arguments
     def put_batch(self, batch: Batch, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
-        """Settle every session that the batch has rows of, all or none: one segment, however many sessions.
+        """Settle every session in a batch atomically, as one segment.
 
         Args:
-            batch: Rows with any known columns; a session's rows must all be in it.
-            deadline_s: Longest wait for capacity.
+            batch: Rows with any known columns; it must contain all rows of each session.
+            deadline_s: Maximum wait for capacity.
 
-        Raises the errors of `put`.
+        Raises the same errors as `put`.
         """
         check_finite(batch)
         batch = in_group_order(batch)
@@ -187,12 +186,12 @@ class TransferQueue(ABC):
 
     @converts_arguments
     def fail(self, prompt_uid: str, session_index: int, *, reason: str) -> None:
-        """Settle one session without rows; a prompt whose sessions all fail is dropped."""
+        """Settle one session without rows; a prompt is dropped when all of its sessions fail."""
         self._call(Fail(prompt_uid, whole(session_index, "session_index"), stored(reason)))
 
     @converts_arguments
     def drop(self, prompt_uid: str, *, reason: str, reissue: bool = False) -> None:
-        """Take a prompt and its rows out, or issue it again; running leases on it become outdated."""
+        """Remove a prompt and its rows, or issue it again; running leases on it become outdated."""
         self._call(Drop(prompt_uid, stored(reason), bool(reissue)))
 
     @converts_arguments
@@ -206,22 +205,22 @@ class TransferQueue(ABC):
         lease_s: float = DEFAULT_LEASE_S,
         allow_fewer: bool = False,
     ) -> Lease:
-        """Take groups that are ready for a task: so many, or these.
+        """Lease groups that are ready for a task, by number or by prompt.
 
         Args:
             task: Name of a declared task.
-            groups: How many groups to wait for.
-            prompts: Uids of the groups to take, exactly these and in this order, whatever the task's order is; waits
-                until all of them are ready, and for those that another consumer has.
-            deadline_s: Longest wait.
-            lease_s: How long the groups stay taken.
-            allow_fewer: Take what is ready once nothing more can become ready.
+            groups: Number of groups to wait for.
+            prompts: Uids of the groups to lease, in this order regardless of the task's order; waits until all are
+                ready and no other consumer holds them.
+            deadline_s: Maximum wait.
+            lease_s: Duration of the lease in seconds.
+            allow_fewer: Lease the ready groups once no more can become ready.
 
         Raises:
-            DeadlineError: Not enough became ready.
-            NothingToLeaseError: Nothing is ready, and nothing that was issued can become so.
-            DataError: A prompt that is named was never issued, is done or dropped, was acked by this task, or is too
-                stale, now or while this waits. Nothing is taken then.
+            DeadlineError: Too few groups became ready.
+            NothingToLeaseError: No group is ready, and no issued prompt can become ready.
+            DataError: A named prompt was never issued, is done or dropped, was acked by this task, or is or becomes too
+                stale. Nothing is leased.
         """
         number, named = asked(task, groups, prompts)
         if named and allow_fewer:
@@ -245,17 +244,17 @@ class TransferQueue(ABC):
 
     @converts_arguments
     def extend(self, lease: AnyLease, *, lease_s: float) -> AnyLease:
-        """Keep the groups for `lease_s` seconds from now."""
+        """Extend a lease to `lease_s` seconds from now."""
         task = lease.task if isinstance(lease, Lease) else GENERATE
         done = self._expect(self._call(Extend(lease.lease_id, task, lease_s)), Done)
         return replace(lease, expires_at=done.value)
 
     def ack(self, lease: Lease, given: Mapping[str, Column] | None = None) -> None:
-        """Finish a lease, adding columns aligned with the rows of `lease.batch`, of any dtype that loses no value.
+        """Finish a lease and add columns aligned with `lease.batch`, of any dtype that converts without loss.
 
         Raises:
-            OutdatedLeaseError: The lease ran out, was released or was acked.
-            DataError: A column that the task does not give, one that is missing, or a NaN logprob.
+            OutdatedLeaseError: The lease expired, was released or was acked.
+            DataError: A column is missing or not declared by the task, or a logprob is NaN.
         """
         expect(lease, "lease", Lease)
         task = self._tasks.get(lease.task)
@@ -276,27 +275,29 @@ class TransferQueue(ABC):
 
     @converts_arguments
     def finish(self, task: str, prompt_uids: Iterable[str]) -> None:
-        """Ack groups by name, all or none, that were leased and released before: work that counts later than it reads.
+        """Ack released groups by uid, atomically.
+
+        Use it for work that becomes durable only after its lease is released.
 
         Raises:
-            DataError: The task gives columns, or a prompt was acked by it before, is done or dropped, is leased by a
-                consumer of the task, or lacks sessions or columns. Nothing is acked then.
+            DataError: The task adds columns, or a prompt was acked by it before, is done or dropped, is leased by a
+                consumer of the task, or lacks sessions or columns. Nothing is acked.
         """
         number = -1 - (uuid.uuid4().int >> 66)  # of 62 bits, and no lease's
         self._call(Finish(task, names_of(prompt_uids), number))
 
     @converts_arguments
     def release(self, lease: Lease | Claim) -> None:
-        """Give the groups back undone; nothing happens when the lease is outdated."""
+        """Return the groups unfinished; does nothing if the lease is outdated."""
         with contextlib.suppress(errors.NotReadyError):  # closed: nobody holds anything
             self._call(Release(lease.lease_id))
 
     def set_policy_version(self, version: int) -> None:
-        """Say which policy version is published; staleness counts from it. It never falls."""
+        """Set the published policy version, from which staleness is measured; a lower version is ignored."""
         self._call(SetPolicyVersion(whole(version, "version")))
 
     def unsettled(self) -> list[Unsettled]:
-        """Prompts that were issued, or issued again, and have no whole result yet, in the order of issue."""
+        """Return the prompts that are not yet fully settled, in issue order."""
         return [
             Unsettled(
                 prompt=self._unpack(prompt),
@@ -309,26 +310,26 @@ class TransferQueue(ABC):
         ]
 
     def ledger(self) -> list[LedgerEntry]:
-        """Where every prompt stands, in issue order."""
+        """Return the state of every prompt, in issue order."""
         return msgspec.convert(self._ask("ledger"), list[LedgerEntry])
 
     def forget_finished(self) -> int:
-        """Take done and dropped prompts out of the ledger, and say how many."""
+        """Remove done and dropped prompts from the ledger, and return how many were removed."""
         return int(self._ask("forget_finished"))
 
     def stats(self) -> dict[str, float]:
-        """Rows, bytes and groups by state, leases, waits, drops by reason."""
+        """Return rows, bytes and groups by state, leases, waits, and drops by reason."""
         return dict(self._ask("stats"))
 
     def recovery(self) -> Recovery | None:
-        """What was found when the journal was opened; None without one."""
+        """What recovery found when the journal was opened; None without a journal."""
         found = self._ask("recovery")
         return None if found is None else msgspec.convert(found, Recovery)
 
     # -- inside
 
     def _new_put_id(self) -> str:
-        """A name that no other put has, of this client or of another."""
+        """Return a put id that is unique among all clients."""
         if self._put_ids[0] != os.getpid():
             self._put_ids = (os.getpid(), uuid.uuid4().hex, itertools.count())  # a fork would go on counting
         return f"{self._put_ids[1]}-{next(self._put_ids[2])}"
@@ -353,7 +354,7 @@ class TransferQueue(ABC):
         self._call(Ack(lease.lease_id, lease.task, sorted(late.names), late.size_bytes, place, reservation=reservation))
 
     def _placed(self, batch: Batch, reserve: Reserve) -> tuple[Any, int]:
-        """Where a batch is, written there if it does not travel with its request; and the reservation, 0 for none."""
+        """Return a batch's place, after writing it unless it is inlined, and its reservation (0 without one)."""
         prepared = self._payload.prepare(batch)
         if prepared.place is not None:
             return prepared.place, 0
@@ -364,7 +365,7 @@ class TransferQueue(ABC):
         return self._payload.write(prepared, reserved.place), reserved.reservation
 
     def _fetch(self, leased: Leased) -> Batch | None:
-        """The rows of a lease; None when some cannot be read, which are generated again, and the lease is over."""
+        """Read the rows of a lease; None if some are unreadable, which ends the lease and generates them again."""
         segments: dict[int, Batch] = {}
         for number, batch in self._read_all(leased.places):
             if isinstance(batch, SegmentError):
@@ -375,7 +376,7 @@ class TransferQueue(ABC):
         return join(leased, segments.__getitem__)
 
     def _read_all(self, places: Mapping[int, Any]) -> list[tuple[int, Batch | SegmentError]]:
-        """Every segment, or why it cannot be read; several at once, as checksums are most of the work."""
+        """Read every segment, or the error of reading it; in parallel, as checksums dominate the cost."""
 
         def read(item: tuple[int, Any]) -> tuple[int, Batch | SegmentError]:
             number, place = item
@@ -407,9 +408,9 @@ class TransferQueue(ABC):
 
 @cache
 def _readers() -> ThreadPoolExecutor:
-    """Threads that read segments, for all queues of this process."""
+    """Return the threads that read segments for all queues of this process."""
     return ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_READERS), thread_name_prefix="read segments")
 
 
 class _ReservationLostError(errors.RLError):
-    """The queue's server was restarted while this process wrote."""
+    """The queue's server restarted while this process was writing."""

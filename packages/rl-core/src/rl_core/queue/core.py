@@ -1,4 +1,4 @@
-"""What a queue knows, and how it changes: no waiting, no input or output, no payload; time comes as an argument."""
+"""The queue's state machine, without waiting, I/O or payloads; time is an argument."""
 
 import heapq
 import itertools
@@ -31,7 +31,7 @@ class RunningLease:
 class QueueCore:
     """Groups, leases and segments of one queue.
 
-    `dirty` has the groups whose record has changed since a journal last wrote it, `forgotten` those to take out of it.
+    `dirty` has the groups that changed since the journal last wrote them, `forgotten` those to delete from it.
     """
 
     def __init__(self, tasks: Sequence[TaskSpec], options: QueueOptions) -> None:
@@ -55,7 +55,7 @@ class QueueCore:
     # -- prompts and sessions
 
     def issue(self, prompts: Sequence[tuple[str, Any]], *, num_sessions: int, now: float) -> None:
-        """Enter prompts, all or none."""
+        """Add prompts atomically."""
         if not 1 <= num_sessions <= MAX_SESSIONS:
             raise DataError(f"num_sessions must be at least 1, and at most {MAX_SESSIONS}; found {num_sessions}.")
         counts = Counter(uid for uid, _ in prompts)
@@ -74,7 +74,7 @@ class QueueCore:
             self.dirty[uid] = group
 
     def check_sessions(self, sessions: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """Refuse sessions that were not asked for, or that are settled; given as those of each prompt."""
+        """Raise an error for sessions that are unknown or already settled; keyed by prompt."""
         if len({uid for uid, _ in sessions}) != len(sessions):
             raise DataError("a put names each prompt once; one is named twice.")
         for uid, indices in sessions:
@@ -93,7 +93,7 @@ class QueueCore:
                     )
 
     def was_put(self, put_id: str, sessions: Sequence[tuple[str, Sequence[int]]]) -> bool:
-        """True when this very put is there already: its answer was lost on the way."""
+        """Return True if this put was already applied and only its answer was lost."""
         for uid, indices in sessions:
             group = self.groups.get(uid)
             if group is None or any(group.settled.get(index) != put_id for index in indices):
@@ -101,7 +101,7 @@ class QueueCore:
         return True
 
     def put(self, put: Put) -> None:
-        """Enter rows that are written, of sessions that were checked; nothing changes unless everything is right."""
+        """Add written rows of checked sessions, atomically."""
         self._check_parts(put)
         segment = self.segments.add(put.place) if put.parts else 0
         columns = frozenset(put.columns)
@@ -122,7 +122,7 @@ class QueueCore:
         self._settle(group)
 
     def drop(self, group: QueuedGroup, reason: str, *, reissue: bool, now: float) -> None:
-        """Take a group out, or issue it again; running leases on it end."""
+        """Remove a group, or issue it again; running leases on it end."""
         for name, lease_id in list(group.leased.items()):
             if name == GENERATE:
                 self._leave_claim(group, lease_id)
@@ -141,7 +141,7 @@ class QueueCore:
         self._changed(group)
 
     def forget_finished(self) -> int:
-        """Take done and dropped prompts out."""
+        """Remove done and dropped prompts."""
         finished = self.groups.remove_finished()
         for group in finished:
             self.dirty.pop(group.uid, None)
@@ -151,16 +151,16 @@ class QueueCore:
     # -- leases
 
     def try_lease(self, request: LeaseRequest, *, now: float, client: str, blocked: Blocked) -> RunningLease | None:
-        """Lease what is asked for, or nothing while it is not there.
+        """Grant a lease request; None while its groups are not ready.
 
         Args:
-            request: What is asked for.
-            now: Seconds on the queue's clock.
-            client: Who asks.
-            blocked: What this request was seen to wait for when it was tried before.
+            request: The lease request.
+            now: Time on the queue's clock, in seconds.
+            client: The requesting client.
+            blocked: The reason that blocked this request at its last attempt.
 
         Raises:
-            DataError: It names a prompt that will never be there.
+            DataError: The request names a prompt that can never become ready.
         """
         task = self.groups.task_of(request)
         if blocked.is_still(task, policy_version=self.policy_version):
@@ -187,7 +187,7 @@ class QueueCore:
         return lease
 
     def current(self, lease_id: int, task: str) -> RunningLease:
-        """A lease that has not ended."""
+        """Return a lease that has not ended."""
         lease = self.leases.get(lease_id)
         if lease is None and lease_id < self.first_lease:
             raise OutdatedLeaseError(
@@ -206,12 +206,12 @@ class QueueCore:
         return lease
 
     def extend(self, lease: RunningLease, *, expires_at: float) -> None:
-        """Move the end of a lease."""
+        """Change the expiry of a lease."""
         lease.expires_at = expires_at
         self._note_expiry(lease)
 
     def ack(self, ack: Ack) -> None:
-        """Finish a lease, with the columns that it gives."""
+        """Finish a lease, with the columns that it adds."""
         lease = self.current(ack.lease_id, ack.task)
         if frozenset(ack.columns) != lease.task.gives:
             raise DataError(f"task {ack.task!r} gives {sorted(lease.task.gives)}; found {sorted(ack.columns)}.")
@@ -236,10 +236,10 @@ class QueueCore:
             self.segments.release(segment)
 
     def finish(self, finish: Finish) -> None:
-        """Ack groups that nobody holds, all or none.
+        """Ack groups that are not leased, atomically.
 
         Raises:
-            DataError: The task gives columns, or one of the groups cannot be acked now.
+            DataError: The task adds columns, or a group cannot be acked now.
         """
         groups = finished_groups(self.groups, finish)
         self._note_end(finish.number, "was acked")
@@ -248,11 +248,11 @@ class QueueCore:
             self._count_ack(group, finish.task, finish.number)
 
     def was_acked(self, lease_id: int) -> bool:
-        """True when the ack of this lease, or this finish, counts already: its answer was lost on the way."""
+        """Return True if this ack or finish was already applied and only its answer was lost."""
         return self.ended.get(lease_id) == "was acked" or any(lease_id in g.acked.values() for g in self.groups)
 
     def end_lease(self, lease_id: int, how: str) -> None:
-        """Give the groups of a lease back."""
+        """Return the groups of a lease."""
         lease = self.leases.pop(lease_id)
         self._note_end(lease_id, how)
         for group in lease.groups:
@@ -260,7 +260,7 @@ class QueueCore:
             self.groups.refresh(group)
 
     def expire(self, *, now: float) -> list[int]:
-        """End the leases that ran out, and say which."""
+        """End expired leases, and return them."""
         ended = []
         while self._expiries and self._expiries[0][0] <= now:
             _, lease_id = heapq.heappop(self._expiries)
@@ -272,13 +272,13 @@ class QueueCore:
         return ended
 
     def next_expiry(self) -> float:
-        """When the next lease may run out, infinity without any."""
+        """Return the earliest time at which a lease may expire; infinity without leases."""
         return self._expiries[0][0] if self._expiries else float("inf")
 
     # -- segments
 
     def lost(self, segment_id: int, reason: str, *, now: float) -> int:
-        """Issue again the prompts whose rows cannot be read, and say how many prompts it concerns."""
+        """Issue again the prompts whose rows cannot be read, and return their number."""
         groups = [group for group in self.groups if segment_id in group.segments()]
         for group in groups:
             if any(part.segment == segment_id for part in group.parts):
@@ -288,7 +288,7 @@ class QueueCore:
         return len(groups)
 
     def drop_client(self, client: str) -> None:
-        """Release what a dead client holds."""
+        """Release all leases of a dead client."""
         for lease_id in [i for i, lease in self.leases.items() if lease.client == client]:
             self.end_lease(lease_id, "was released, because the process that held it went away")
         self.segments.unpin_all(client)
@@ -296,7 +296,7 @@ class QueueCore:
     def restore(
         self, groups: Iterable[QueuedGroup], places: Mapping[int, Any], pins: Mapping[int, Counter[str]]
     ) -> None:
-        """Enter what a journal has."""
+        """Restore the state of a journal."""
         self.segments.restore(places, pins)
         last = -1
         for group in groups:
@@ -311,14 +311,14 @@ class QueueCore:
         self.segments.free_unneeded()
 
     def number_after(self, old: "QueueCore") -> None:
-        """Number leases and segments after those of a state that is given up: others may still name them."""
+        """Number leases and segments after those of a discarded state, which clients may still name."""
         self.lease_ids = old.lease_ids
         self.segments.number_after(old.segments)
 
     # -- inside
 
     def _settle(self, group: QueuedGroup) -> None:
-        """Join the rows once every session is settled, or drop a prompt without any."""
+        """Mark the group as settled once all sessions are, or drop it if it has no rows."""
         if len(group.settled) + len(group.failures) == group.num_sessions:
             for lease_id in {i for name, i in group.leased.items() if name == GENERATE}:
                 self._leave_claim(group, lease_id)

@@ -1,4 +1,4 @@
-"""One prompt's way through a queue: its sessions, its rows, and who has acked them."""
+"""The state of one prompt in a queue: its sessions, rows and acks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ from rl_core.queue.interface import LedgerEntry, PromptState
 
 NO_COLUMNS: frozenset[str] = frozenset()
 MAX_SESSIONS = 4096
-"""Of a prompt."""
+"""Maximum number of sessions per prompt."""
 
 
 class Part(NamedTuple):
-    """Rows of a group that lie together in one segment, as a producer put them."""
+    """Rows of a group in one segment, as a producer put them."""
 
     segment: int
     first: int
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 
 class LatePart(NamedTuple):
-    """Columns that a task gave for all rows of a group."""
+    """Columns that a task added for all rows of a group."""
 
     segment: int
     first: int
@@ -37,10 +37,10 @@ class LatePart(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class QueuedGroup:
-    """The record that a queue keeps for each prompt; `order` counts prompts as they were issued.
+    """A queue's record of one prompt; `order` counts prompts in issue order.
 
-    `settled` has the put that settled each session, `acked` and `leased` the lease of each task. The totals follow
-    the parts; `counted` and `queued` belong to the index.
+    `settled` maps each session to the put that settled it; `acked` and `leased` map tasks to leases. The totals are
+    derived from the parts; `counted` and `queued` belong to the index.
     """
 
     uid: str
@@ -69,21 +69,21 @@ class QueuedGroup:
 
     @property
     def is_open(self) -> bool:
-        """False once it is done or dropped."""
+        """False once the group is done or dropped."""
         return self.state in ("issued", "settled")
 
     @property
     def missing_sessions(self) -> list[int]:
-        """Sessions that neither gave rows nor failed."""
+        """Sessions that have neither rows nor a failure."""
         return [i for i in range(self.num_sessions) if i not in self.settled and i not in self.failures]
 
     def segments(self) -> Iterator[int]:
-        """Segments that hold something of it, each as often as it has a part there."""
+        """Return the segments of the group, one entry per part."""
         yield from (part.segment for part in self.parts)
         yield from (part.segment for part in self.late)
 
     def find_columns(self) -> None:
-        """Note which columns all rows have."""
+        """Update which columns all rows have."""
         if len(self.parts) == 1:
             common = self.parts[0].columns
         else:
@@ -91,7 +91,7 @@ class QueuedGroup:
         self.columns = common.union(*(part.columns for part in self.late)) if self.late else common
 
     def add_part(self, part: Part) -> None:
-        """Take rows in."""
+        """Add rows."""
         self.parts.append(part)
         self.num_rows += part.num_rows
         self.num_tokens += part.num_tokens
@@ -101,25 +101,25 @@ class QueuedGroup:
             self.newest = max(self.newest, part.newest)
 
     def add_late(self, part: LatePart) -> None:
-        """Take columns of all rows in."""
+        """Add columns of all rows."""
         self.late.append(part)
         self.size_bytes += part.size_bytes
         self.find_columns()
 
     def remove_late(self, part: LatePart) -> None:
-        """Let go of columns of all rows."""
+        """Remove columns of all rows."""
         self.late.remove(part)
         self.size_bytes -= part.size_bytes
         self.find_columns()
 
     def clear(self) -> None:
-        """Let go of the rows."""
+        """Remove the rows."""
         self.parts, self.late, self.columns = [], [], NO_COLUMNS
         self.num_rows = self.num_tokens = self.size_bytes = 0
         self.oldest = self.newest = -1
 
     def entry(self) -> LedgerEntry:
-        """The ledger's line."""
+        """Return the group's ledger entry."""
         return LedgerEntry(
             prompt_uid=self.uid,
             state=self.state,

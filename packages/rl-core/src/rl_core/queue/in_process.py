@@ -1,4 +1,4 @@
-"""The transfer queue within one process."""
+"""The transfer queue inside one process."""
 
 import threading
 import time
@@ -23,9 +23,9 @@ CLIENT = "this process"
 
 
 class InProcessQueue(TransferQueue):
-    """A `TransferQueue` in this process; safe to use from several threads.
+    """A `TransferQueue` in this process; thread-safe.
 
-    Rows are held, not copied; with a journal they lie in files that are mapped.
+    Rows are kept without copying; with a journal, they are stored in memory-mapped files.
     """
 
     def __reduce__(self) -> NoReturn:
@@ -38,17 +38,16 @@ class InProcessQueue(TransferQueue):
         options: QueueOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Declare the tasks.
+        """Create the queue.
 
         Args:
-            tasks: Every task that must ack a group before it is done.
-            options: Bounds, and the journal's directory.
-            clock: Seconds, for leases; tests give their own.
+            tasks: All tasks; a group is done once every task has acked it.
+            options: Bounds and the journal's directory.
+            clock: Returns seconds, for lease times; tests pass their own.
 
         Raises:
             DataError: A task names an unknown column.
-            SettingsError: Two tasks share a name, one needs a column that nothing gives, or an option is
-                impossible.
+            SettingsError: Two tasks share a name, a task needs a column that nothing adds, or an option is invalid.
             JournalError: The journal's directory cannot be used.
         """
         options = checked_options(tasks, options)
@@ -87,7 +86,7 @@ class InProcessQueue(TransferQueue):
         return replies[0]
 
     def _wake_waiters(self) -> None:
-        """Wake the threads that wait, where one was answered or must look at the time earlier than it would."""
+        """Wake waiting threads if one was answered or must check the time earlier than planned."""
         is_answered = self._service.num_waited > self._num_waited
         self._num_waited = self._service.num_waited
         if is_answered or (self._service.num_waiting and time.monotonic() + self._wake_s() < self._due_at):
@@ -109,4 +108,4 @@ class InProcessQueue(TransferQueue):
 
 
 def _ignore(reply: Reply) -> None:
-    """Nobody waits for it."""
+    """Discard the answer."""

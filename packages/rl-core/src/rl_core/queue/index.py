@@ -1,7 +1,7 @@
-"""The groups of a queue, counted as they change.
+"""An index of a queue's groups with counts that are updated at every change.
 
-What a waiter asks (how many are ready, how many may become so, how many rows are held) costs the same however many
-groups there are: waiters ask again at every change. The next groups of a task come from a heap, in the logarithm.
+Counts (ready groups, groups that may become ready, held rows) cost O(1), because waiters query them at every change. A
+task's next group comes from a heap in O(log n).
 """
 
 import heapq
@@ -16,11 +16,11 @@ from rl_core.queue.interface import PromptState, TaskSpec
 from rl_core.queue.messages import GENERATE, LeaseRequest
 
 SPARE_ENTRIES = 1_000
-"""Outdated entries that a heap may hold before it is swept."""
+"""Maximum number of outdated entries in a heap before it is swept."""
 
 
 class Counted(NamedTuple):
-    """What a group added to the counts when it was last refreshed; bits of tasks in `ready` and `possible`."""
+    """A group's contribution to the counts at its last refresh; `ready` and `possible` are bit sets of tasks."""
 
     state: PromptState
     num_rows: int
@@ -33,10 +33,10 @@ NOT_COUNTED = Counted("issued", 0, 0, 0, 0)
 
 
 class TaskGroups:
-    """The groups of one task: counts, and a heap of those that come next.
+    """The groups of one task: counts, and a heap of the next ones.
 
-    The heap may hold groups that are no longer to be had, which are passed over when they come up, and never holds a
-    group twice: the group's `queued` bit says whether it is in.
+    The heap may contain groups that are no longer available; they are skipped when reached. It never contains a group
+    twice: the group's `queued` bit marks membership.
     """
 
     def __init__(self, spec: TaskSpec, bit: int) -> None:
@@ -48,7 +48,7 @@ class TaskGroups:
         self._heap: list[tuple[int, int, QueuedGroup]] = []
 
     def bits(self, group: QueuedGroup) -> tuple[int, int]:
-        """This task's bit where it may lease a group now, and where it may now or later."""
+        """Return this task's bit for groups it may lease now, and for groups it may lease now or later."""
         if self.is_of_claims:
             is_possible, is_there = group.state == "issued", True
         else:
@@ -58,11 +58,11 @@ class TaskGroups:
         return self.bit * is_ready, self.bit * is_possible
 
     def is_ready(self, group: QueuedGroup) -> bool:
-        """True when the task may lease this group now."""
+        """Return True if the task may lease this group now."""
         return bool(group.counted.ready & self.bit)
 
     def offer(self, group: QueuedGroup) -> None:
-        """Enter a group that comes up next, or later, unless it is in already."""
+        """Add a group to the heap unless it is there."""
         if not group.queued & self.bit and self._is_candidate(group):
             group.queued |= self.bit
             heapq.heappush(self._heap, (self._key(group), group.order, group))
@@ -70,7 +70,7 @@ class TaskGroups:
                 self._sweep()
 
     def peek(self) -> QueuedGroup | None:
-        """The group that comes next, ready or, in the order of issue, not yet."""
+        """Return the next group; in issue order, it may not be ready yet."""
         while self._heap:
             key, _, group = self._heap[0]
             is_current = key == self._key(group)  # else it was issued again, and came in anew
@@ -82,15 +82,15 @@ class TaskGroups:
         return None
 
     def take(self) -> QueuedGroup:
-        """Take the first out; no change of it brings it back before `put_back` or `let_go`."""
+        """Remove the first group; changes do not add it again before `put_back` or `let_go`."""
         return heapq.heappop(self._heap)[2]
 
     def let_go(self, group: QueuedGroup) -> None:
-        """A group that was taken is leased."""
+        """Mark a taken group as leased."""
         group.queued &= ~self.bit
 
     def put_back(self, group: QueuedGroup) -> None:
-        """A group that was taken is not leased."""
+        """Return a taken group that was not leased."""
         self.let_go(group)
         self.offer(group)
 
@@ -98,7 +98,7 @@ class TaskGroups:
         return group.order if self.spec.order == "issue" else group.arrival
 
     def _sweep(self) -> None:
-        """Take out what is no longer to be had, so that it does not keep finished groups alive."""
+        """Remove unavailable groups, so that the heap does not keep finished groups alive."""
         kept = []
         for entry in self._heap:
             if self._is_candidate(entry[2]):
@@ -118,7 +118,7 @@ class GroupIndex:
     """Groups by uid, by state, and by readiness for each task."""
 
     def __init__(self, tasks: Sequence[TaskSpec]) -> None:
-        """Start empty, for these tasks and for claims."""
+        """Create an empty index for these tasks and for claims."""
         claims = TaskSpec(name=GENERATE, needs=frozenset(), order="issue")
         self._every = tuple(TaskGroups(spec, 1 << i) for i, spec in enumerate((*tasks, claims)))
         self.tasks = {task.name: task for task in self._every if not task.is_of_claims}
@@ -136,21 +136,21 @@ class GroupIndex:
         self._arrival_bits = sum(task.bit for task in self._every if task.spec.order == "arrival")
 
     def __iter__(self) -> Iterator[QueuedGroup]:
-        """Groups in issue order."""
+        """Iterate over the groups in issue order."""
         return iter(self._groups.values())
 
     def __contains__(self, prompt_uid: str) -> bool:
         return prompt_uid in self._groups
 
     def get(self, prompt_uid: str) -> QueuedGroup | None:
-        """The group of a prompt."""
+        """Return the group of a prompt."""
         return self._groups.get(prompt_uid)
 
     def find_open(self, prompt_uid: str) -> QueuedGroup:
-        """A group that is not finished.
+        """Return an unfinished group.
 
         Raises:
-            DataError: There is none of this prompt, or it is done or dropped.
+            DataError: The prompt is unknown, done or dropped.
         """
         group = self._groups.get(prompt_uid)
         if group is None:
@@ -161,35 +161,35 @@ class GroupIndex:
         return group
 
     def task_of(self, request: LeaseRequest) -> TaskGroups:
-        """What a lease is of, or a claim.
+        """Return the groups of a lease's task or of claims.
 
         Raises:
-            DataError: There is no such task.
+            DataError: The task does not exist.
         """
         return self._claims if request.task == GENERATE else self.find_task(request.task)
 
     def find_task(self, name: str) -> TaskGroups:
-        """A task that was declared.
+        """Return a declared task.
 
         Raises:
-            DataError: It was not.
+            DataError: The task was not declared.
         """
         if name not in self.tasks:
             raise DataError(f"unknown task {name!r}; declared tasks: {sorted(self.tasks)}.")
         return self.tasks[name]
 
     def add(self, group: QueuedGroup) -> None:
-        """Enter a prompt."""
+        """Add a prompt."""
         self._groups[group.uid] = group
         self.refresh(group)
 
     def arrive(self, group: QueuedGroup) -> None:
-        """Number a group whose rows are all there; one that was issued again comes after those before it."""
+        """Assign the next arrival number to a complete group; a reissued group gets a new number."""
         group.arrival = next(self._arrivals)
         group.queued &= ~self._arrival_bits
 
     def refresh(self, group: QueuedGroup) -> None:
-        """Count a group again; call it after every change of one."""
+        """Update the counts of a group; call this after every change to it."""
         ready = possible = 0
         for task in self._every:
             is_ready, is_possible = task.bits(group)
@@ -207,7 +207,7 @@ class GroupIndex:
             task.offer(group)
 
     def _place(self, group: QueuedGroup) -> None:
-        """Keep a group where groups of its state are."""
+        """Move a group to the collection of its state."""
         if group.state == "issued":
             self.issued[group.order] = group
         else:
@@ -216,7 +216,7 @@ class GroupIndex:
                 self._finished[group.order] = group
 
     def remove_finished(self) -> list[QueuedGroup]:
-        """Take done and dropped groups out."""
+        """Remove done and dropped groups."""
         finished = list(self._finished.values())
         self._finished.clear()
         for group in finished:
@@ -225,11 +225,11 @@ class GroupIndex:
         return finished
 
     def num_in(self, state: PromptState) -> int:
-        """How many groups are in a state."""
+        """Return the number of groups in a state."""
         return self._groups_in[state]
 
     def counts(self) -> dict[str, float]:
-        """Groups, rows and bytes in each state that has any."""
+        """Return groups, rows and bytes for each non-empty state."""
         counters = {"groups": self._groups_in, "rows": self._rows_in, "size_bytes": self._bytes_in}
         return {
             f"{name}/{state}": count
@@ -239,11 +239,11 @@ class GroupIndex:
         }
 
     def describe_states(self) -> str:
-        """Such as "3 issued, 1 settled"."""
+        """Return a summary such as "3 issued, 1 settled"."""
         return ", ".join(f"{n} {state}" for state, n in sorted(self._groups_in.items()) if n) or "nothing issued"
 
     def describe_wait(self, task: TaskGroups, *, now: float) -> str:
-        """Why a task, or a producer, does not get more groups."""
+        """Explain why a task or producer does not get more groups."""
         parts = [f"{task.num_ready} ready", self.describe_states()]
         first = next(iter(self.issued.values()), None)
         if first is not None:

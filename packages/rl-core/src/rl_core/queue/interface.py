@@ -1,4 +1,4 @@
-"""What goes into a transfer queue and comes out of it: tasks, options, leases, claims, and the ledger's lines."""
+"""Public types of the transfer queue: tasks, options, leases, claims and ledger entries."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,16 +16,16 @@ PromptState = Literal["issued", "settled", "done", "dropped"]
 
 @settings_record
 class TaskSpec:
-    """A kind of work on rows.
+    """A task that processes rows.
 
     Attributes:
-        name: Such as "reference" or "train".
-        needs: Columns that a row must have before the task can lease it.
+        name: Name of the task, such as "reference" or "train".
+        needs: Columns that rows must have before the task can lease them.
         gives: Columns that the task adds when it acks.
-        order: "arrival" delivers groups as they become ready, "issue" strictly as their prompts were issued: a
-            group waits for those before it, and the same prompts give the same order in every run.
-        max_staleness: Groups whose oldest token is of a policy version further behind the queue's than this are
-            dropped when they would be leased.
+        order: "arrival" delivers groups as they become ready. "issue" delivers them strictly in issue order: a group
+            waits for earlier ones, and the same prompts have the same order in every run.
+        max_staleness: Maximum number of policy versions by which a group's oldest token may lag behind the queue's;
+            staler groups are dropped instead of leased.
     """
 
     name: str
@@ -54,14 +54,14 @@ class QueueOptions:
 
 @record
 class Lease:
-    """Groups handed to one consumer until it acks, releases, or the time runs out.
+    """Groups held by one consumer until it acks or releases them, or the lease expires.
 
     Attributes:
-        lease_id: Unique in the queue.
+        lease_id: Unique id within the queue.
         task: Name of the task.
         prompts: The leased prompts, in the task's order.
-        batch: All rows of these prompts, in the order of prompts, sessions and outputs.
-        expires_at: Time on the queue's clock after which the groups are delivered again.
+        batch: All rows of these prompts, ordered by prompt, session and output.
+        expires_at: Expiry on the queue's clock; afterwards the groups are delivered again.
     """
 
     lease_id: int
@@ -73,13 +73,13 @@ class Lease:
 
 @record
 class Claim:
-    """Prompts handed to one producer until all their sessions are settled, or the time runs out.
+    """Prompts held by one producer until all sessions are settled or the claim expires.
 
     Attributes:
-        lease_id: Unique in the queue; `extend` and `release` take claims too.
-        prompts: In the order of issue.
-        sessions: Of each prompt, those still to be settled.
-        expires_at: Time on the queue's clock after which what is missing is handed out again.
+        lease_id: Unique id within the queue; `extend` and `release` accept claims too.
+        prompts: The claimed prompts, in issue order.
+        sessions: Unsettled sessions of each prompt.
+        expires_at: Expiry on the queue's clock; afterwards missing sessions are handed out again.
     """
 
     lease_id: int
@@ -93,14 +93,14 @@ AnyLease = TypeVar("AnyLease", Lease, Claim)
 
 @record
 class Unsettled:
-    """A prompt whose sessions are not all settled: issued without result, or issued again.
+    """A prompt that is not fully settled.
 
     Attributes:
-        prompt: Which.
+        prompt: The prompt.
         sessions: Indices of the missing sessions.
-        age_s: Seconds since it was issued, the last time.
-        attempt: 1, and one more each time that it was issued again.
-        is_claimed: A producer holds it.
+        age_s: Seconds since it was last issued.
+        attempt: Starts at 1 and increases by one each time the prompt is issued again.
+        is_claimed: Whether a producer holds a claim on it.
     """
 
     prompt: Prompt
@@ -112,20 +112,20 @@ class Unsettled:
 
 @record
 class LedgerEntry:
-    """Where one prompt stands.
+    """The state of one prompt.
 
     Attributes:
-        prompt_uid: Which prompt.
-        state: "issued" while sessions are missing, "settled" when all are there, "done" when every task has
-            acked, or "dropped".
-        sessions_settled: Sessions that gave rows or failed.
-        sessions_failed: Reason of each failed session, by its index.
+        prompt_uid: uid of the prompt.
+        state: "issued" while sessions are missing, "settled" once all are settled, "done" once every task has acked, or
+            "dropped".
+        sessions_settled: Number of sessions that have rows or failed.
+        sessions_failed: Reason for each failed session, by index.
         acked_by: Tasks that have acked.
-        reason: Why it was dropped, or issued again.
-        attempt: 1, and one more each time that it was issued again.
-        num_rows: Rows held.
-        num_tokens: Tokens of these rows.
-        policy_versions: Oldest and newest policy version of its sampled tokens; None without any.
+        reason: Why it was dropped or issued again.
+        attempt: Starts at 1 and increases by one each time the prompt is issued again.
+        num_rows: Number of rows held.
+        num_tokens: Number of tokens in these rows.
+        policy_versions: Oldest and newest policy version of its sampled tokens; None without sampled tokens.
     """
 
     prompt_uid: str

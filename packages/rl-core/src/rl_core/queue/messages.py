@@ -1,4 +1,4 @@
-"""What clients and the server of a queue say to each other; checked against these types as it is decoded."""
+"""Messages between clients and the server of a queue; decoding checks them against these types."""
 
 import struct
 from typing import Any
@@ -14,16 +14,16 @@ class Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class PartInfo(msgspec.Struct, array_like=True, frozen=True):
-    """Rows of one prompt that lie together in a segment.
+    """Rows of one prompt that are contiguous in a segment.
 
     Attributes:
-        prompt_uid: Which prompt.
+        prompt_uid: uid of the prompt.
         first: Index of its first row in the segment.
-        num_rows: How many.
-        num_tokens: Tokens of these rows.
-        size_bytes: Bytes of their columns.
-        oldest: Oldest policy version of their sampled tokens, -1 without any.
-        newest: Newest one.
+        num_rows: Number of rows.
+        num_tokens: Number of tokens in these rows.
+        size_bytes: Size of their columns.
+        oldest: Oldest policy version of their sampled tokens; -1 without sampled tokens.
+        newest: Newest policy version of these tokens; -1 without sampled tokens.
     """
 
     prompt_uid: str
@@ -36,12 +36,12 @@ class PartInfo(msgspec.Struct, array_like=True, frozen=True):
 
 
 def part_numbers(part: PartInfo) -> tuple[int, int, int, int, int, int]:
-    """What a part says after its prompt."""
+    """Return the numbers of a part, without its prompt."""
     return part.first, part.num_rows, part.num_tokens, part.size_bytes, part.oldest, part.newest
 
 
 class Issue(Message):
-    """Prompts as (uid, encoded prompt)."""
+    """Issue prompts, given as (uid, encoded prompt)."""
 
     prompts: list[tuple[str, Any]]
     num_sessions: int
@@ -49,7 +49,7 @@ class Issue(Message):
 
 
 class Reserve(Message):
-    """Capacity for rows, before they are written; answered by `Reserved`."""
+    """Reserve capacity before rows are written; answered by `Reserved`."""
 
     sessions: list[tuple[str, list[int]]]
     num_rows: int
@@ -60,9 +60,9 @@ class Reserve(Message):
 
 
 class Put(Message):
-    """Rows that are written; `place` is where, in the backend's terms, `sessions` those that it settles.
+    """Put written rows; `place` is their place in the backend's terms, `sessions` are the ones to settle.
 
-    `reservation` is that of `Reserve`, 0 where capacity is waited for now.
+    `reservation` comes from `Reserved`; 0 waits for capacity now.
     """
 
     sessions: list[tuple[str, list[int]]]
@@ -75,7 +75,7 @@ class Put(Message):
 
 
 class Fail(Message):
-    """A session that failed."""
+    """Settle a failed session."""
 
     prompt_uid: str
     session_index: int
@@ -84,7 +84,7 @@ class Fail(Message):
 
 
 class Drop(Message):
-    """A prompt to take out."""
+    """Drop a prompt."""
 
     prompt_uid: str
     reason: str
@@ -93,7 +93,7 @@ class Drop(Message):
 
 
 class LeaseRequest(Message):
-    """So many groups for a task, or those of the prompts that are named."""
+    """Lease a number of groups for a task, or the groups of named prompts."""
 
     task: str
     groups: int
@@ -104,7 +104,7 @@ class LeaseRequest(Message):
 
 
 class Extend(Message):
-    """More time for a lease."""
+    """Extend a lease."""
 
     lease_id: int
     task: str
@@ -112,9 +112,9 @@ class Extend(Message):
 
 
 class Ack(Message):
-    """A lease is done; the columns given are in a segment whose rows are the lease's.
+    """Ack a lease; added columns are in a segment with the lease's rows.
 
-    `place` and `reservation` are those of `Put`.
+    `place` and `reservation` have the same meaning as in `Put`.
     """
 
     lease_id: int
@@ -127,7 +127,7 @@ class Ack(Message):
 
 
 class Finish(Message):
-    """Prompts that a task is done with and holds no longer; `number` is the request's own, below 0: no lease has it."""
+    """Finish prompts without a lease; `number` identifies the request and is negative, as no lease's is."""
 
     task: str
     prompts: list[str]
@@ -142,26 +142,26 @@ class Release(Message):
 
 
 class Lost(Message):
-    """A segment cannot be read."""
+    """Report a segment that cannot be read."""
 
     segment_id: int
     reason: str
 
 
 class Unpin(Message):
-    """Segments that the client no longer looks at."""
+    """Release segments that the client no longer reads."""
 
     segment_ids: list[int]
 
 
 class SetPolicyVersion(Message):
-    """The published version."""
+    """Set the published policy version."""
 
     version: int
 
 
 class Ask(Message):
-    """For "stats", "ledger", "unsettled", "recovery", "forget_finished"."""
+    """Ask for "stats", "ledger", "unsettled" or "recovery", or request "forget_finished"."""
 
     what: str
 
@@ -190,8 +190,8 @@ class LeasedGroup(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         prompt: Encoded prompt.
         sessions: Missing sessions, for a claim.
-        parts: Segment, first row and number of rows, of the rows as they were put.
-        late: The same of columns that tasks gave, with their names; later ones hold.
+        parts: Segment, first row and number of rows of each part as it was put.
+        late: The same for columns that tasks added, with their names; later entries override earlier ones.
     """
 
     prompt: Any
@@ -201,7 +201,7 @@ class LeasedGroup(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Leased(Message):
-    """Groups, and where the segments are that hold them; `columns` are those that the task may see."""
+    """Leased groups and the places of their segments; `columns` are those that the task may see."""
 
     lease_id: int
     expires_at: float
@@ -211,20 +211,20 @@ class Leased(Message):
 
 
 class Reserved(Message):
-    """Where to write."""
+    """The place to write to."""
 
     reservation: int
     place: Any
 
 
 class Done(Message):
-    """It is done; `value` is the answer of an `Ask`, or the new end of a lease."""
+    """The request succeeded; `value` is the answer to an `Ask`, or the new expiry of a lease."""
 
     value: Any = None
 
 
 class Refused(Message):
-    """It is not; `kind` is the error's class in `rl_core.errors`."""
+    """The request failed; `kind` is the error's class in `rl_core.errors`."""
 
     kind: str
     text: str
@@ -234,13 +234,13 @@ Reply = Leased | Reserved | Done | Refused
 
 
 class Hello(Message):
-    """The first words of a connection: who speaks, the same for all connections of a process."""
+    """The first message of a connection: the client's id, equal for all connections of a process."""
 
     client: str
 
 
 def as_retry(request: Request) -> Request:
-    """The same request, said a second time because its first answer may be lost."""
+    """Return the request marked as a retry, for use when its first answer may be lost."""
     if isinstance(request, Issue | Fail | Drop | Ack | Finish):
         return msgspec.structs.replace(request, is_retry=True)
     return request
@@ -251,7 +251,7 @@ FRAME = struct.Struct("<I")
 
 
 def encode_frame(message: Any) -> bytes:
-    """A message with its length before it."""
+    """Encode a message with its length as a prefix."""
     body = _ENCODER.encode(message)
     return FRAME.pack(len(body)) + body
 

@@ -1,4 +1,4 @@
-"""Where rows lie while a queue holds them."""
+"""Storage of rows while a queue holds them."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -6,16 +6,16 @@ from rl_core.data.batch import Batch
 from rl_core.data.segment import plan_segment
 
 INLINE_BYTES = 1 << 16
-"""Segments up to this size travel with the message that announces them, and need no place of their own."""
+"""Maximum size of a segment that is sent inline in its message, without a place of its own."""
 
 
 class Prepared(NamedTuple):
     """A batch that is ready to be written.
 
     Attributes:
-        place: Where it is, when it needs no other place; it travels with the message that announces it.
-        size_bytes: How large a place it needs otherwise.
-        plan: How it is written.
+        place: The inlined batch, sent in its message; None if it needs another place.
+        size_bytes: Size of the place it needs otherwise.
+        plan: Layout for writing it.
     """
 
     place: Any
@@ -24,51 +24,51 @@ class Prepared(NamedTuple):
 
 
 def prepare_segment(batch: Batch) -> Prepared:
-    """Lay a batch out as a segment, which travels with its message where it is small."""
+    """Plan a batch's layout as a segment, which is inlined in its message if small."""
     plan = plan_segment(batch)
     return Prepared(plan.as_bytes() if plan.size_bytes <= INLINE_BYTES else None, plan.size_bytes, plan)
 
 
 class Payload(Protocol):
-    """How a client of a queue writes and reads rows.
+    """Writes and reads rows for a client of a queue.
 
     Attributes:
-        is_slow: Reading takes long enough to be done by several threads.
+        is_slow: Whether reading is slow enough to use several threads.
     """
 
     is_slow: bool
 
     def prepare(self, batch: Batch) -> Prepared:
-        """Lay a batch out."""
+        """Plan a batch's layout."""
         ...
 
     def write(self, prepared: Prepared, place: Any) -> Any:
-        """Write a batch to a place; gives where it is, or None when the place says it."""
+        """Write a batch to a place; return its new place, or None if the place is unchanged."""
         ...
 
     def read(self, number: int, place: Any) -> Batch:
-        """The batch at a place.
+        """Read the batch at a place.
 
         Raises:
-            SegmentError: It cannot be read; its rows are generated again.
+            SegmentError: The segment cannot be read; its rows are generated again.
         """
         ...
 
 
 class HeldRows:
-    """Rows in this process's memory, held as they are."""
+    """Rows in this process's memory, without copies."""
 
     is_slow = False
 
     def prepare(self, batch: Batch) -> Prepared:
-        """The batch is its place."""
+        """Use the batch as its own place."""
         return Prepared(batch, 0, None)
 
     def write(self, prepared: Prepared, place: Any) -> Any:
-        """Never called: rows are their own place."""
+        """Raise an error: rows are their own place, so this is never called."""
         raise NotImplementedError
 
     def read(self, number: int, place: Any) -> Batch:  # noqa: ARG002
-        """The batch itself."""
+        """Return the batch itself."""
         batch: Batch = place
         return batch

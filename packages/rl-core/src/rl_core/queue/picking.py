@@ -1,4 +1,4 @@
-"""Which groups a request is for: those that come next in the task's order, or those that it names."""
+"""Selection of groups for a request: the next ones in the task's order, or named ones."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,23 +9,23 @@ from rl_core.queue.index import GroupIndex, TaskGroups
 from rl_core.queue.messages import GENERATE, Finish, LeaseRequest
 
 LARGEST_LIST = 20
-"""Prompts that an error names one by one."""
+"""Maximum number of prompts that an error lists."""
 
 DropStale = Callable[[QueuedGroup], bool]
-"""Drops a group that is too stale for the task, and says whether it did."""
+"""Drops a group that is too stale for the task, and returns whether it did."""
 
 
 class Blocked:
-    """What a lease that names its prompts waits for: asked again, it costs the same however many it names."""
+    """What blocks a lease of named prompts; makes retries cost O(1) in the number of prompts."""
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
+        """Start without a blocking group."""
         self._task: TaskGroups | None = None
         self._group: QueuedGroup | None = None
         self._mark = (0, 0)
 
     def is_still(self, task: TaskGroups, *, policy_version: int) -> bool:
-        """True while the same group is not ready, none was lost to the task, and none can have become stale."""
+        """Return True while the same group is not ready, none was lost to the task, and none can have become stale."""
         return (
             self._task is task  # not one of a state that was given up
             and self._group is not None
@@ -34,7 +34,7 @@ class Blocked:
         )
 
     def note(self, groups: GroupIndex, request: LeaseRequest, *, policy_version: int) -> None:
-        """Remember a group that is not ready, the last: most come in the order in which they are named."""
+        """Store the last group that is not ready: most groups become ready in the order of their names."""
         self._task = groups.tasks[request.task]
         named = (groups.find_open(uid) for uid in reversed(request.prompts))
         self._group = next(group for group in named if not self._task.is_ready(group))
@@ -42,7 +42,7 @@ class Blocked:
 
 
 def pick_next(groups: GroupIndex, request: LeaseRequest, *, drop_stale: DropStale) -> list[QueuedGroup] | None:
-    """Groups in the task's order, as many as are asked for; None while they are not there."""
+    """Return the requested number of groups in the task's order; None until they are ready."""
     task = groups.task_of(request)
     picked: list[QueuedGroup] = []
     if _may_suffice(task, request):
@@ -64,10 +64,10 @@ def pick_next(groups: GroupIndex, request: LeaseRequest, *, drop_stale: DropStal
 
 
 def pick_named(groups: GroupIndex, request: LeaseRequest, *, drop_stale: DropStale) -> list[QueuedGroup] | None:
-    """The groups that are named, in that order; None while one of them is not ready.
+    """Return the named groups in the given order; None while one of them is not ready.
 
     Raises:
-        DataError: One will never be, or was too stale and is dropped.
+        DataError: A group can never become ready, or was dropped as too stale.
     """
     task = groups.tasks[request.task]
     named = [unacked_group(groups, task, uid) for uid in request.prompts]
@@ -81,10 +81,10 @@ def pick_named(groups: GroupIndex, request: LeaseRequest, *, drop_stale: DropSta
 
 
 def finished_groups(groups: GroupIndex, finish: Finish) -> list[QueuedGroup]:
-    """Groups that a task may ack without a lease: it could have read them, and nobody holds them for it.
+    """Return groups that a task may ack without a lease: they are ready for it, and none is leased for it.
 
     Raises:
-        DataError: The task gives columns, or one of the groups is not so.
+        DataError: The task adds columns, or a group does not qualify.
     """
     task = groups.find_task(finish.task)
     if task.spec.gives:
@@ -108,10 +108,10 @@ def finished_groups(groups: GroupIndex, finish: Finish) -> list[QueuedGroup]:
 
 
 def unacked_group(groups: GroupIndex, task: TaskGroups, uid: str) -> QueuedGroup:
-    """A group that a task has not acked yet.
+    """Return a group that a task has not acked yet.
 
     Raises:
-        DataError: It has, or there is no such group, or it is done or dropped.
+        DataError: The task has acked it, or the group is unknown, done or dropped.
     """
     group = groups.find_open(uid)
     if task.name in group.acked:
@@ -120,10 +120,10 @@ def unacked_group(groups: GroupIndex, task: TaskGroups, uid: str) -> QueuedGroup
 
 
 def check_once(uids: Sequence[str]) -> None:
-    """Refuse a prompt that is named twice.
+    """Check that no prompt is named twice.
 
     Raises:
-        DataError: One is.
+        DataError: A prompt is named twice.
     """
     doubled = [uid for uid, count in Counter(uids).items() if count > 1]
     if doubled:
@@ -131,7 +131,7 @@ def check_once(uids: Sequence[str]) -> None:
 
 
 def describe_named(groups: GroupIndex, request: LeaseRequest) -> str:
-    """Which of the groups that are named are not ready, and why."""
+    """Describe which named groups are not ready, and why."""
     task = groups.tasks[request.task]
     named = [groups.find_open(uid) for uid in request.prompts]
     lacking = [_why_not_ready(task, group) for group in named if not task.is_ready(group)]
@@ -139,7 +139,7 @@ def describe_named(groups: GroupIndex, request: LeaseRequest) -> str:
 
 
 def listed(items: list[str], *, quoted: bool = True) -> str:
-    """The first of some items, and how many there are besides."""
+    """Return the first items as text, with the number of the others."""
     shown = ", ".join(repr(item) if quoted else item for item in items[:LARGEST_LIST])
     return shown + (f" and {len(items) - LARGEST_LIST} more" if len(items) > LARGEST_LIST else "")
 
@@ -153,7 +153,7 @@ def _why_not_ready(task: TaskGroups, group: QueuedGroup) -> str:
 
 
 def _may_suffice(task: TaskGroups, request: LeaseRequest) -> bool:
-    """False when counts alone say that there is not enough."""
+    """Return False if the counts alone show that too few groups are ready."""
     if request.task == GENERATE:
         return task.num_ready > 0
     return task.num_ready >= request.groups or (request.allow_fewer and 0 < task.num_ready == task.num_possible)

@@ -1,4 +1,4 @@
-"""A queue's statistics in Prometheus' text format; the one file that knows its library."""
+"""A queue's statistics in Prometheus' text format; the only file that imports its library."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ NO_LABELS: Mapping[str, str] = {}
 
 
 class _Family(NamedTuple):
-    """Name after the prefix, what it says, the label that tells its members apart, and whether it only grows."""
+    """A metric family: name without the prefix, help text, distinguishing label, and whether it is a counter."""
 
     name: str
     meaning: str
@@ -51,15 +51,15 @@ BY_LABEL = {
 
 
 def prometheus_text(stats: Mapping[str, float], *, labels: Mapping[str, str] = NO_LABELS) -> str:
-    """What a Prometheus server scrapes.
+    """Return the text that a Prometheus server scrapes.
 
     Args:
-        stats: As `TransferQueue.stats` gives them.
-        labels: Put on every line, such as {"queue": "rollouts"} where a process has several.
+        stats: Statistics from `TransferQueue.stats`.
+        labels: Labels on every line, such as {"queue": "rollouts"} for a process with several queues.
 
     Raises:
         MissingExtraError: prometheus-client is not installed.
-        SettingsError: A label has an impossible name, or one that is in use.
+        SettingsError: A label's name is invalid or already in use.
         DataError: A statistic is unknown.
     """
     try:

@@ -1,4 +1,4 @@
-"""Prompts as JSON."""
+"""Encoding of prompts as JSON."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ class _Encoded(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def check_prompt(prompt: Prompt) -> None:
-    """Refuse a prompt whose uid cannot travel.
+    """Check that a prompt's uid can be encoded.
 
     Raises:
-        DataError: Its uid is no text that UTF-8 can hold.
+        DataError: The uid is not a string that UTF-8 can encode.
     """
     try:
         prompt.uid.encode()
@@ -31,10 +31,10 @@ def check_prompt(prompt: Prompt) -> None:
 
 
 def encode_prompt(prompt: Prompt) -> bytes:
-    """A prompt as JSON.
+    """Encode a prompt as JSON.
 
     Raises:
-        DataError: Its messages, ground truth or columns are not JSON.
+        DataError: The messages, ground truth or columns cannot be encoded as JSON.
     """
     check_prompt(prompt)
     try:
@@ -53,10 +53,10 @@ def encode_prompt(prompt: Prompt) -> bytes:
 
 
 def decode_prompt(encoded: bytes) -> Prompt:
-    """The prompt in its JSON.
+    """Decode a prompt from JSON.
 
     Raises:
-        DataError: It is not one.
+        DataError: The JSON is not a prompt.
     """
     try:
         found = msgspec.json.decode(encoded, type=_Encoded)

@@ -1,4 +1,4 @@
-"""Rows on their way into a queue and out of it: checks, order, and joining what lies in several segments."""
+"""Checks, ordering and joining of rows that enter or leave a queue."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from rl_core.queue.messages import Leased, PartInfo
 
 
 def check_trajectories(prompt_uid: str, session_index: int, trajectories: Sequence[Trajectory]) -> None:
-    """Refuse rows of another session, doubled output indices, and rewards that are not finite."""
+    """Check for rows of other sessions, duplicate output indices, and non-finite rewards."""
     for row, trajectory in enumerate(trajectories):
         if (trajectory.prompt_uid, trajectory.session_index) != (prompt_uid, session_index):
             raise DataError(
@@ -32,17 +32,17 @@ def check_trajectories(prompt_uid: str, session_index: int, trajectories: Sequen
 
 
 def batch_of_session(trajectories: Sequence[Trajectory]) -> Batch:
-    """Rows of trajectories in the order of outputs; without a reward unless all have one."""
+    """Return trajectories as a batch in output order; the reward column exists only if all have a reward."""
     batch = Batch.from_trajectories(sorted(trajectories, key=lambda trajectory: trajectory.output_index))
     is_scored = all(trajectory.reward is not None for trajectory in trajectories)
     return batch if is_scored else batch.only(batch.names - {"reward"})
 
 
 def check_finite(batch: Batch) -> None:
-    """Refuse columns with NaN or infinity.
+    """Check columns for NaN and infinity.
 
     Raises:
-        DataError: There is one; the message names column, row and token.
+        DataError: A value is not finite; the message names column, row and token.
     """
     for name in batch.names:
         column = batch[name]
@@ -68,7 +68,7 @@ def _refuse_values(batch: Batch, name: str) -> None:
 
 
 def in_group_order(batch: Batch) -> Batch:
-    """Rows of each prompt together, by session and output; prompts in the order of their first rows."""
+    """Reorder a batch so that each prompt's rows are contiguous, by session and output; prompts keep their order."""
     if len(batch) < 2:
         return batch
     order = batch.keys.in_order(batch.group_index())
@@ -76,7 +76,7 @@ def in_group_order(batch: Batch) -> Batch:
 
 
 def sessions_of(batch: Batch) -> list[tuple[str, list[int]]]:
-    """The sessions of each prompt that rows in group order are of."""
+    """Return each prompt's sessions in a batch in group order."""
     found: dict[str, list[int]] = {}
     uids, prompts, sessions = batch.keys.uids, batch.keys.prompts, batch.keys.sessions
     if len(uids) == 1:
@@ -88,7 +88,7 @@ def sessions_of(batch: Batch) -> list[tuple[str, list[int]]]:
 
 
 def describe_parts(batch: Batch) -> list[PartInfo]:
-    """Each prompt's rows in a batch that is in group order."""
+    """Describe each prompt's rows in a batch in group order."""
     if not len(batch):
         return []
     is_one = len(batch.keys.uids) == 1
@@ -106,11 +106,11 @@ def describe_parts(batch: Batch) -> list[PartInfo]:
 
 
 def check_given(batch: Batch, given: Mapping[str, Column]) -> Batch:
-    """The columns that a task gives, as a batch of their own.
+    """Return the columns that a task adds, as a separate batch.
 
     Raises:
-        ShapeError: They do not fit the rows of the lease.
-        DataError: One is unknown, or has values that are not finite.
+        ShapeError: The columns do not match the rows of the lease.
+        DataError: A column is unknown, or has non-finite values.
     """
     late = batch.with_columns(given).only(given.keys())
     check_finite(late)
@@ -121,7 +121,7 @@ def join(leased: Leased, read: Callable[[int], Batch]) -> Batch:
     """Read the rows of a lease from their segments.
 
     Args:
-        leased: Rows by segment.
+        leased: The leased rows, by segment.
         read: Returns a segment by number.
     """
     names = set(leased.columns)
@@ -143,7 +143,7 @@ def join(leased: Leased, read: Callable[[int], Batch]) -> Batch:
 def _gather(
     groups: Sequence[Sequence[tuple[int, int, int]]], names: set[str], read: Callable[[int], Batch], *, is_sorted: bool
 ) -> Batch:
-    """Rows of groups that lie in parts of segments; each group by session and output."""
+    """Gather groups' rows from parts of segments; each group ordered by session and output."""
     parts = [(part, index) for index, group in enumerate(groups) for part in group]
     if len(parts) == 1 and parts[0][0][1] == 0:
         segment = read(parts[0][0][0])
@@ -176,7 +176,7 @@ def _lengths(batch: Batch) -> Array:
 
 
 def _widths(batch: Batch) -> tuple[int, int]:
-    """Bytes of a token and of a row, in all columns."""
+    """Return bytes per token and per row over all columns."""
     token_bytes, row_bytes = 0, 8
     for name in batch.names:
         column = batch[name]
@@ -188,7 +188,7 @@ def _widths(batch: Batch) -> tuple[int, int]:
 
 
 def _versions(batch: Batch, firsts: Array) -> list[tuple[int, int]]:
-    """Oldest and newest policy version in each run of rows, -1 where no token has one."""
+    """Return the oldest and newest policy version of each run of rows; -1 if no token has one."""
     if "policy_versions" not in batch:
         return [(-1, -1)] * len(firsts)
     versions = batch.ragged("policy_versions")

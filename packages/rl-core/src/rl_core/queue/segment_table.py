@@ -1,4 +1,4 @@
-"""Which segments there are, who needs them, and who looks at them."""
+"""A table of segments with counts of the groups and clients that use them."""
 
 import itertools
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Where rows lie, in the backend's terms; freed when no group needs it and no client looks at it."""
+    """A place of rows, in the backend's terms; freed when no group needs it and no client reads it."""
 
     place: Any
     needed_by: int = 0
@@ -17,7 +17,7 @@ class Segment:
 
 
 class SegmentTable:
-    """Segments by number; `added` and `freed` have what a journal must note, and a store may reuse after that."""
+    """Segments by number; `added` and `freed` are for the journal, after which a store may reuse the freed ones."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -33,12 +33,12 @@ class SegmentTable:
         return number in self._segments
 
     def restore(self, places: Mapping[int, Any], pins: Mapping[int, Counter[str]]) -> None:
-        """Enter what a journal has; `free_unneeded` follows, once all groups have said what they need."""
+        """Restore a journal's segments; call `free_unneeded` once all groups have registered their needs."""
         self._segments = {n: Segment(place, pins=Counter(pins.get(n, {}))) for n, place in places.items()}
         self._numbers = itertools.count(max(places, default=0) + 1)
 
     def number_from(self, number: int) -> None:
-        """Number segments from here on: those of an earlier life of the queue may still be looked at."""
+        """Set the next segment number; clients may still read segments of an earlier server."""
         self._numbers = itertools.count(max(number, max(self._segments, default=0) + 1))
 
     def number_after(self, old: "SegmentTable") -> None:
@@ -46,40 +46,40 @@ class SegmentTable:
         self._numbers = old._numbers
 
     def free_unneeded(self) -> None:
-        """Free every segment that nobody needs."""
+        """Free every unused segment."""
         for number in list(self._segments):
             self._free(number)
 
     def pins(self) -> dict[int, Counter[str]]:
-        """Who looks at which segment, and how often."""
+        """Return how often each client has pinned each segment."""
         return {number: segment.pins for number, segment in self._segments.items() if segment.pins}
 
     def add(self, place: Any) -> int:
-        """Enter a segment."""
+        """Add a segment."""
         number = next(self._numbers)
         self._segments[number] = Segment(place)
         self.added.append(number)
         return number
 
     def place(self, number: int) -> Any:
-        """Where it lies."""
+        """Return a segment's place."""
         return self._segments[number].place
 
     def need(self, number: int) -> None:
-        """Count one more part of a group in it."""
+        """Count one more part of a group in a segment."""
         self._segments[number].needed_by += 1
 
     def release(self, number: int) -> None:
-        """Count one part less."""
+        """Count one part less in a segment."""
         self._segments[number].needed_by -= 1
         self._free(number)
 
     def pin(self, number: int, client: str) -> None:
-        """A client looks at it."""
+        """Record that a client reads a segment."""
         self._segments[number].pins[client] += 1
 
     def unpin(self, number: int, client: str) -> None:
-        """A client has looked at it."""
+        """Record that a client no longer reads a segment."""
         segment = self._segments.get(number)
         if segment is not None:
             segment.pins[client] -= 1
@@ -88,7 +88,7 @@ class SegmentTable:
             self._free(number)
 
     def unpin_all(self, client: str) -> None:
-        """A client is gone."""
+        """Remove all pins of a client that has ended."""
         for number in [number for number, segment in self._segments.items() if client in segment.pins]:
             del self._segments[number].pins[client]
             self._free(number)

@@ -1,4 +1,4 @@
-"""Requests to a queue: who may go on, who waits and until when, and what is written before anybody is answered."""
+"""Scheduling of requests to a queue: answers, waits, deadlines, and journal writes before answers."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ Answer = Callable[[Reply], None]
 
 
 class _Waiting(NamedTuple):
-    """A request that cannot be answered yet."""
+    """A waiting request."""
 
     request: LeaseRequest | Reserve | Put
     client: str
@@ -57,10 +57,10 @@ class _Waiting(NamedTuple):
 
 
 class QueueService:
-    """One queue's state behind requests; not safe for several threads, and never blocks but for the journal.
+    """Serves requests to one queue's state; not thread-safe, and blocks only to write the journal.
 
-    Callers `submit` any number of requests, then `run`: who waited is tried again, changes are written, and only then
-    everybody is answered.
+    Callers `submit` any number of requests, then `run`: it retries waiting requests, writes changes, and only then
+    sends answers.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class QueueService:
         """Open a queue.
 
         Args:
-            tasks: As they were checked.
+            tasks: Checked tasks.
             options: Bounds, and the journal's directory.
-            clock: Seconds, for leases.
-            make_store: Gives where segments are, once the journal's directory is there; None where requests bring them.
-            is_pinning: Clients look at segments in memory that is reused, and say when they no longer do.
+            clock: Returns seconds, for lease times.
+            make_store: Returns the segment store once the journal's directory exists; None if requests bring segments.
+            is_pinning: Whether clients read segments in reusable memory, and report when they are done.
             reservation_s: How long a client may take to write, where nothing tells that it is gone.
 
         Raises:
@@ -115,7 +115,7 @@ class QueueService:
         self.is_closed = False
 
     def submit(self, request: Request, client: str, answer: Answer) -> None:
-        """Take a request in; it is answered by this `run`, or by one that comes later."""
+        """Submit a request; the next or a later `run` answers it."""
         if self.is_closed:
             answer(Refused("NotReadyError", "the transfer queue is closed."))
             return
@@ -137,7 +137,7 @@ class QueueService:
         self._answers.append((answer, reply))
 
     def run(self) -> None:
-        """Serve waiting requests, write changes, and answer."""
+        """Retry waiting requests, write changes, and send answers."""
         if self._leases or self._puts:
             self._go_on()
         self._write()
@@ -159,21 +159,20 @@ class QueueService:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not answered yet."""
+        """Number of unanswered requests."""
         return len(self._leases) + len(self._puts)
 
     def next_wake_s(self) -> float:
-        """Seconds until `run` must be called though nothing comes in.
+        """Return the seconds until `run` must be called even without new requests.
 
-        A clock that tests give stands still, so each wake that finds the first lease still running makes the next
-        pause twice as long.
+        A test's clock can stand still, so the pause doubles after each wake that finds the first lease still running.
         """
         until_expiry_s = max(self.core.next_expiry() - self._clock(), self._pause_s)
         ends = [waiting.ends_at for waiting in (*self._leases, *self._puts)]
         return min(until_expiry_s, *(end - time.monotonic() for end in ends), LONGEST_PAUSE_S * 60)
 
     def withdraw(self, answer: Answer, unheard: int | None) -> None:
-        """Nobody hears these answers any more: forget who waits for them, and take back a lease that went unheard."""
+        """Remove requests whose client no longer listens, and take back undelivered leases."""
         self._leases = [waiting for waiting in self._leases if waiting.answer != answer]
         self._puts = [waiting for waiting in self._puts if waiting.answer != answer]
         if unheard is not None and unheard in self.core.leases:
@@ -181,7 +180,7 @@ class QueueService:
             self._note(f"lease {unheard} went unheard")
 
     def disconnect(self, client: str) -> None:
-        """A client is gone: release what it held, and stop waiting for it."""
+        """Release everything that an ended client held, and drop its requests."""
         self._leases = [waiting for waiting in self._leases if waiting.client != client]
         self._puts = [waiting for waiting in self._puts if waiting.client != client]
         self._capacity.give_up_of(client)
@@ -189,7 +188,7 @@ class QueueService:
         self._note(f"the process {client} went away")
 
     def close(self) -> None:
-        """Refuse who waits, and let the state go."""
+        """Refuse waiting requests, and release the state."""
         self.is_closed = True
         for waiting in (*self._leases, *self._puts):
             self._answers.append((waiting.answer, Refused("NotReadyError", "the transfer queue is closed.")))
@@ -307,7 +306,7 @@ class QueueService:
         (self._leases if isinstance(request, LeaseRequest) else self._puts).append(waiting)
 
     def _retry(self, queue: list[_Waiting], kind: str) -> bool:
-        """Answer those that can go on, first come first served; True when somebody could."""
+        """Retry waiting requests, first come first served; return True if any was answered."""
         done, num_changes = [], self.core.num_changes
         for waiting in queue:
             try:
@@ -323,7 +322,7 @@ class QueueService:
         return bool(done) or self.core.num_changes > num_changes  # a lease drops what is stale
 
     def _attempt(self, request: LeaseRequest | Reserve | Put, client: str, blocked: Blocked) -> Reply | None:
-        """The answer of a request that may wait, or None while it cannot go on."""
+        """Return the answer of a request that may wait; None while it cannot be served."""
         if isinstance(request, LeaseRequest):
             return self._try_lease(request, client, blocked)
         return self._try_put(request, client)
@@ -380,7 +379,7 @@ class QueueService:
         return self._capacity.fits(self.core, num_rows, size_bytes, waiting_tasks=waiting)
 
     def _give_up_reservation(self, request: Any) -> None:
-        """Free what was reserved for a request that is refused; its client reserves again."""
+        """Free the reservation of a refused request; its client reserves again."""
         if isinstance(request, Put | Ack) and request.reservation:
             self._capacity.give_up(request.reservation, request.place)
 
@@ -421,7 +420,7 @@ class QueueService:
 
     @property
     def last_event(self) -> str:
-        """What happened last, and when."""
+        """The last event, with its time."""
         return f"{self._event[0]}, at {time.strftime('%H:%M:%S', time.localtime(self._event[1]))}"
 
     def _note(self, event: str) -> None:
@@ -457,7 +456,7 @@ class QueueService:
         core.segments.freed.clear()
 
     def _fall_back(self, error: JournalError) -> None:
-        """Go on from what the journal has: nothing of what could not be written counts."""
+        """Continue from the journal's state and discard changes that could not be written."""
         core, old = self.core, self.core.segments
         for _, reply in self._answers:
             if isinstance(reply, Reserved):
@@ -483,5 +482,5 @@ def _check_lease_s(lease_s: float) -> None:
 
 
 def refusal(error: RLError) -> Refused:
-    """An error as an answer."""
+    """Convert an error to an answer."""
     return Refused(type(error).__name__, str(error))

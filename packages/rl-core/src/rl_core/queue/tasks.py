@@ -1,4 +1,4 @@
-"""Which tasks a queue can serve: every column that one needs must come from somewhere."""
+"""Checks of tasks: rollouts or other tasks must add every column that a task needs."""
 
 from collections.abc import Sequence
 
@@ -20,17 +20,16 @@ ROLLOUT_COLUMNS = frozenset(
         "routed_experts",
     }
 )
-"""Columns that rows have from `put`; `reward` only when every row of the group has one, `routed_experts`
-when one has."""
+"""Columns that rows have from `put`; `reward` only if every row of the group has one, `routed_experts` if any has one.
+"""
 
 
 def check_tasks(tasks: Sequence[TaskSpec]) -> None:
-    """Refuse tasks that share a name, and those that would wait for ever.
+    """Check tasks for duplicate names and for columns that nothing adds.
 
     Raises:
-        DataError: They are no list of tasks, or one names a column that is not in the table of columns.
-        SettingsError: Two tasks share a name, or one needs a column that neither rollouts nor tasks before it
-            give.
+        DataError: The value is not a list of tasks, or a task names an unknown column.
+        SettingsError: Two tasks share a name, or a task needs a column that neither rollouts nor earlier tasks add.
     """
     names = [task.name for task in several(tasks, TaskSpec, "tasks")]
     if len(set(names)) != len(names):
@@ -56,11 +55,11 @@ def check_tasks(tasks: Sequence[TaskSpec]) -> None:
 
 
 def checked_options(tasks: Sequence[TaskSpec], options: QueueOptions | None) -> QueueOptions:
-    """Refuse tasks as `check_tasks` does, and bounds below 1; gives the options, or the default ones.
+    """Check the tasks and bounds, and return the options or the defaults.
 
     Raises:
-        DataError: As `check_tasks`.
-        SettingsError: Likewise, or a bound is below 1.
+        DataError: See `check_tasks`.
+        SettingsError: See `check_tasks`; or a bound is below 1.
     """
     check_tasks(tasks)
     options = QueueOptions() if options is None else options

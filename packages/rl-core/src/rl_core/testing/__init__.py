@@ -1,4 +1,4 @@
-"""What tests of other packages and of other backends build on: rows, a clock, the conformance suite of queues."""
+"""Test helpers for other packages and backends: rows, a clock, and the conformance suite of queues."""
 
 from rl_core.testing.clock import FakeClock, wait_until
 from rl_core.testing.queue_conformance import QueueBackendConformance

@@ -1,4 +1,4 @@
-"""Time in tests: a clock that stands still, and waits for conditions."""
+"""Time in tests: a manual clock, and waits for conditions."""
 
 import mmap
 import os
@@ -15,10 +15,10 @@ NOW = struct.Struct("d")
 
 
 class FakeClock:
-    """Seconds that pass only when a test says so, in every process that it is sent to."""
+    """A clock that advances only when a test calls `advance`, shared by all processes that receive it."""
 
     def __init__(self, now: float = 1000.0) -> None:
-        """Stand still at `now`."""
+        """Start at `now`."""
         descriptor, path = tempfile.mkstemp(prefix="fake-clock-")
         os.write(descriptor, NOW.pack(now))
         os.close(descriptor)
@@ -38,25 +38,25 @@ class FakeClock:
         return self
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        """The same clock elsewhere on this host."""
+        """Pickle as the same clock, within this host."""
         return FakeClock._at, (self._path,)
 
     def __call__(self) -> float:
-        """The time now."""
+        """Return the current time in seconds."""
         self.num_reads += 1
         now: float = NOW.unpack_from(self._memory)[0]
         return now
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the time."""
         NOW.pack_into(self._memory, 0, NOW.unpack_from(self._memory)[0] + seconds)
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, deadline_s: float = 60.0) -> None:
-    """Wait for a condition that nothing announces.
+    """Poll until a condition holds.
 
     Raises:
-        TimeoutError: It did not come true; the message says what was waited for.
+        TimeoutError: The condition did not become true; the message names it.
     """
     ends_at = time.monotonic() + deadline_s
     never = threading.Event()

@@ -1,5 +1,5 @@
 # ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
-"""Checks that every request and every refusal crosses to the queue and back."""
+"""Conformance checks: every request and every error crosses to the queue and back."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 
 class CallChecks(QueueChecks):
-    """What each method says, by the queue's clock, and the errors as their own types."""
+    """Checks of each method's result, the queue's clock, and the types of errors."""
 
     def test_the_ledger_follows_each_prompt(self) -> None:
         queue = self.queue()

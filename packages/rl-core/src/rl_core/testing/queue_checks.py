@@ -1,5 +1,5 @@
 # ruff: noqa: S101 - a test suite that other packages import: its assertions are its purpose
-"""What every check of a transfer queue stands on."""
+"""Base of the conformance checks of transfer queues."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +18,7 @@ from rl_core.testing.rows import make_prompts, make_trajectory
 Result = TypeVar("Result")
 
 DEADLINE_S = 20.0
-"""For what must happen: long, so that a busy machine fails no check."""
+"""Deadline for expected events; long enough for a busy machine."""
 
 TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids", "reward"}))
 TRAIN_IN_ORDER = TaskSpec(name="train", needs=frozenset({"input_ids", "reward"}), order="issue")
@@ -27,7 +27,7 @@ TEACHER = TaskSpec(name="teacher", needs=frozenset({"input_ids"}), gives=frozens
 TRAIN_LATE = TaskSpec(name="train", needs=frozenset({"input_ids", "reference_logprobs"}))
 
 LARGE = 20_000
-"""Tokens of a row whose columns are larger than what any backend sends inline."""
+"""Number of tokens of a row that no backend sends inline."""
 
 TOP_K = 4
 OWN = {
@@ -35,38 +35,38 @@ OWN = {
     "own_top_ids": ColumnSpec(dtype="int32", is_ragged=True, meaning="The tokens of these."),
     "own_embedding": ColumnSpec(dtype="float16", is_ragged=False, meaning="A few numbers of each row."),
 }
-"""Columns of a program's own, which `declared` declares for one check."""
+"""User-defined columns, which `declared` declares for one check."""
 
 
 class QueueChecks:
-    """A queue for each check, closed after it, with a clock that stands still and threads that end."""
+    """Provides each check with a queue, a manual clock and threads, and cleans them up."""
 
     def make_queue(
         self, tasks: Sequence[TaskSpec], *, options: QueueOptions, clock: Callable[[], float]
     ) -> TransferQueue:
-        """The queue under test; the one method that a backend's test class writes."""
+        """Create the queue under test; the only method that a backend's test class must define."""
         raise NotImplementedError
 
     def setup_method(self) -> None:
-        """Called by pytest before each check."""
+        """Set up a check; called by pytest."""
         self.clock = FakeClock()
         self._queues: list[TransferQueue] = []
         self._threads = ThreadPoolExecutor(max_workers=16)
 
     def teardown_method(self) -> None:
-        """Called by pytest after each check; closing wakes threads that a failed check left waiting."""
+        """Clean up after a check; called by pytest. Closing wakes threads that a failed check left waiting."""
         for queue in self._queues:
             queue.close()
         self._threads.shutdown()
 
     def queue(self, *tasks: TaskSpec, **options: Any) -> TransferQueue:
-        """A new queue with these tasks, or with TRAIN."""
+        """Create a queue with these tasks, or with TRAIN."""
         queue = self.make_queue(tasks or (TRAIN,), options=QueueOptions(**options), clock=self.clock)
         self._queues.append(queue)
         return queue
 
     def filled(self, *tasks: TaskSpec, num_prompts: int, num_sessions: int = 1) -> TransferQueue:
-        """A queue with whole groups of prompts p0, p1 and so on."""
+        """Create a queue with complete groups of prompts p0, p1 and so on."""
         queue = self.queue(*tasks)
         queue.issue(make_prompts(num_prompts), num_sessions=num_sessions)
         for prompt in make_prompts(num_prompts):
@@ -74,7 +74,7 @@ class QueueChecks:
         return queue
 
     def full(self, *, num_prompts: int = 3) -> TransferQueue:
-        """A queue for two rows, both of them there."""
+        """Create a queue with capacity for two rows, both in use."""
         queue = self.queue(TRAIN, capacity_rows=2)
         queue.issue(make_prompts(num_prompts), num_sessions=1)
         for uid in ("p0", "p1"):
@@ -82,7 +82,7 @@ class QueueChecks:
         return queue
 
     def advance(self, queue: TransferQueue, seconds: float) -> None:
-        """Let time pass, and let the queue look at its clock."""
+        """Advance the time, and make the queue read its clock."""
         self.clock.advance(seconds)
         queue.stats()
 
@@ -91,7 +91,7 @@ class QueueChecks:
         return self._threads.submit(call, *args, **kwargs)
 
     def wait_for_stat(self, queue: TransferQueue, name: str, value: float) -> None:
-        """Wait until the queue says so, such as that a thread waits in it."""
+        """Wait for a value in the queue's statistics, such as a waiting thread."""
         wait_until(lambda: queue.stats()[name] == value, f"{name} to be {value:g}", deadline_s=DEADLINE_S)
 
 
@@ -109,7 +109,7 @@ def put_large(queue: TransferQueue, uid: str, session: int = 0, *, deadline_s: f
 
 
 def sampled_by(prompt_uid: str, session_index: int, *versions: int, output_index: int = 0) -> Trajectory:
-    """A trajectory with one token of each of these policy versions."""
+    """Create a trajectory with one token of each of these policy versions."""
     return make_trajectory(
         prompt_uid,
         session_index,
@@ -132,18 +132,18 @@ def declared() -> Iterator[None]:
 
 
 def uids_of(lease: Any) -> list[str]:
-    """Leased prompts by uid, in the lease's order."""
+    """Return the uids of the leased prompts, in the lease's order."""
     return [prompt.uid for prompt in lease.prompts]
 
 
 def states_of(queue: TransferQueue) -> list[str]:
-    """The state of each prompt, in the order of issue."""
+    """Return the state of each prompt, in issue order."""
     return [entry.state for entry in queue.ledger()]
 
 
 @contextmanager
 def refuses(error: type[Exception], *words: str) -> Iterator[None]:
-    """Expect an error whose message has all these words."""
+    """Expect an error whose message contains all these words."""
     message = None
     try:
         yield

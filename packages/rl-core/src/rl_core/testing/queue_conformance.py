@@ -1,4 +1,4 @@
-"""What every backend of the transfer queue must do."""
+"""Conformance suite for backends of the transfer queue."""
 
 from rl_core.testing.queue_calls import CallChecks
 from rl_core.testing.queue_payload import PayloadChecks
@@ -6,11 +6,11 @@ from rl_core.testing.queue_waits import WaitChecks
 
 
 class QueueBackendConformance(PayloadChecks, CallChecks, WaitChecks):
-    """The part that a backend can get wrong though it shares the queue's client and service with the others.
+    """Tests the parts that differ between backends, which share the queue's client and service.
 
-    That is how requests, errors and rows travel, and who is woken; what a lease means is theirs. pytest runs it for
-    each subclass that says how a queue is made. The backend must read the time of its leases from the `clock` that it
-    is given, and look at it in `stats`.
+    These are the transport of requests, errors and rows, and the waking of waiters. pytest runs the suite for each
+    subclass that defines `make_queue`. The backend must read lease times from the given `clock`, and read it in
+    `stats`.
 
         class TestInProcessQueue(QueueBackendConformance):
             def make_queue(self, tasks, *, options, clock):

@@ -1,5 +1,5 @@
 # ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
-"""Checks of what travels: rows and columns of any size and width come out as they went in."""
+"""Conformance checks: rows and columns of any size and width are transported unchanged."""
 
 import numpy as np
 
@@ -32,7 +32,7 @@ DISTILL = TaskSpec(name="distill", needs=frozenset({"own_top_logprobs", "own_top
 
 
 def top_of(batch: Batch) -> dict[str, Column]:
-    """[T, K] values that say to which row, token and rank they belong."""
+    """Return [T, K] values that encode row, token and rank."""
     rows = []
     for key, ids in zip(batch.keys, batch.ragged("input_ids"), strict=True):
         first = 1000 * int(key.prompt_uid[1:]) + 100 * key.session_index
@@ -44,7 +44,7 @@ def top_of(batch: Batch) -> dict[str, Column]:
 
 
 class PayloadChecks(QueueChecks):
-    """Rows are delivered whole, in their order, and stay as they are while anybody looks at them."""
+    """Checks that rows are delivered completely, in order, and unchanged while a view exists."""
 
     def test_rows_come_out_as_they_went_in(self) -> None:
         queue = self.queue(TRAIN_IN_ORDER)
@@ -227,5 +227,5 @@ class PayloadChecks(QueueChecks):
 
 
 def values_of(batch: Batch) -> list[float]:
-    """A value for each row that says which row it is."""
+    """Return a value per row that identifies the row."""
     return [-float(key.prompt_uid[1:]) - key.session_index / 4 for key in batch.keys]

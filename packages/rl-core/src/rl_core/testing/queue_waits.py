@@ -1,5 +1,5 @@
 # ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
-"""Checks of waiting: by condition, with a deadline, woken by what was waited for."""
+"""Conformance checks of waiting: conditions, deadlines and wake-ups."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from rl_core.testing.rows import make_prompts, make_trajectory
 
 
 class WaitChecks(QueueChecks):
-    """Consumers wait for groups, producers for prompts and capacity, and nobody for ever."""
+    """Checks that consumers wait for groups, producers for prompts and capacity, and every wait ends."""
 
     def test_a_consumer_is_woken_by_the_last_session(self) -> None:
         queue = self.queue(TRAIN_IN_ORDER)

@@ -1,4 +1,4 @@
-"""Prompts and trajectories whose tokens say which row they are."""
+"""Prompts and trajectories whose tokens identify their row."""
 
 from typing import Any
 
@@ -11,26 +11,26 @@ from rl_core.data.records import NO_VERSION, Prompt, Trajectory
 
 
 def make_prompt(uid: str) -> Prompt:
-    """A prompt of two tokens."""
+    """Create a prompt of two tokens."""
     return Prompt(uid=uid, input_ids=np.asarray([1, 2], dtype=np.int32))
 
 
 def make_prompts(num_prompts: int) -> list[Prompt]:
-    """Prompts p0, p1 and so on."""
+    """Create prompts p0, p1 and so on."""
     return [make_prompt(f"p{index}") for index in range(num_prompts)]
 
 
 def make_trajectory(
     prompt_uid: str, session_index: int, output_index: int = 0, *, num_response_tokens: int = 3, **fields: Any
 ) -> Trajectory:
-    """A trajectory of two prompt tokens, then `session_index`, `output_index` and zeros.
+    """Create a trajectory of two prompt tokens, then `session_index`, `output_index` and zeros.
 
     Args:
-        prompt_uid: uid of its prompt.
-        session_index: Which session.
-        output_index: Which trajectory of the session.
-        num_response_tokens: Sampled tokens, all of them trained, with logprobs of -0.5.
-        **fields: Other fields of `Trajectory`; the reward is 1.0 when not given.
+        prompt_uid: uid of the prompt.
+        session_index: Index of the session.
+        output_index: Index of the trajectory within the session.
+        num_response_tokens: Number of sampled tokens, all trained, with logprobs of -0.5.
+        **fields: Other fields of `Trajectory`; the reward defaults to 1.0.
     """
     response = [session_index, output_index, *[0] * num_response_tokens][:num_response_tokens]
     is_sampled = np.asarray([False] * 2 + [True] * num_response_tokens)
@@ -50,12 +50,12 @@ def make_trajectory(
 
 
 def ragged_like(batch: Batch, name: str, rows: list[float]) -> Ragged:
-    """A ragged column aligned with a batch, each row filled with one value.
+    """Create a ragged column aligned with a batch, each row filled with one value.
 
     Args:
         batch: Rows with `input_ids`.
-        name: The new column, for its dtype.
-        rows: [N] value of each row.
+        name: Name of the new column, which determines its dtype.
+        rows: [N] values, one per row.
     """
     lengths = batch.ragged("input_ids").lengths
     return Ragged.from_rows(

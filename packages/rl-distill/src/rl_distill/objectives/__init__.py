@@ -1,7 +1,7 @@
-"""Objectives as pure functions on tensors; importable with torch alone.
+"""Objectives as pure functions on tensors, importable with torch alone.
 
-Here is what a program of your own uses. Everything that a setting can name is in `registry`; the functions behind the
-names are in one file a family.
+This module exports what your own programs need. `registry` holds everything that a setting can name; each family of
+functions has its own file.
 """
 
 from rl_distill.objectives.advantages import dr_grpo_advantages, grpo_advantages

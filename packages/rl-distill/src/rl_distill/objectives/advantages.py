@@ -1,7 +1,7 @@
-"""Advantages from rewards that are compared within the group of one prompt.
+"""Advantages from rewards compared within the group of one prompt.
 
-Each is a function of sessions, (rewards [S], group [S]) -> [S], and an estimator of the same name that spreads it to
-tokens. A lone session has nothing to be compared with, and gets 0.
+Each advantage is a function of sessions, (rewards [S], group [S]) -> [S], with an estimator that spreads it to tokens.
+A session alone in its group gets 0.
 
 Source: GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1; Dr. GRPO, Liu et al. 2025, arXiv:2503.20783; RLOO,
 Ahmadian et al. 2024, arXiv:2402.14740; OPO, Hao et al. 2025, arXiv:2505.23585; GPG, Chu et al. 2025,
@@ -65,16 +65,16 @@ def grpo_passk(rows: RewardedRows, *, divide_by_std: bool = True, eps: Addend = 
 
 @checked
 def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: Addend = 1e-6) -> Tensor:
-    """Rewards centered within their group, divided by its standard deviation.
+    """Center rewards within their group, and divide them by its standard deviation.
 
     Args:
         rewards: [S] float, one for each session.
         group: [S] int64 prompt of each session; groups may differ in size.
-        eps: Added to the standard deviation, which is the unbiased one.
+        eps: Added to the unbiased standard deviation.
 
     Returns:
-        [S] advantages in the rewards' dtype, or torch's default of whole numbers. A group with equal rewards, or with
-        one session, gets zeros.
+        [S] advantages in the rewards' dtype, or torch's default dtype for integers. A group with equal rewards or one
+        session gets zeros.
 
     Raises:
         ShapeError: The two are not [S], or group is of floats.
@@ -86,13 +86,13 @@ def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: Addend = 1e-6) -> Te
 
 @converts_arguments
 def dr_grpo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
-    """Rewards centered within their group; arguments and result as `grpo_advantages`."""
+    """Center rewards within their group; see `grpo_advantages` for arguments and result."""
     return _centered(rewards, group)[0].to(_dtype(rewards))
 
 
 @converts_arguments
 def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
-    """Rewards less the mean of the others in their group; arguments and result as `grpo_advantages`."""
+    """Subtract the mean of the group's other rewards; see `grpo_advantages` for arguments and result."""
     centered, index = _centered(rewards, group)
     sizes = torch.bincount(index)
     # r - (sum - r) / (n - 1) = (r - mean) * n / (n - 1)
@@ -101,7 +101,7 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
 
 @converts_arguments
 def opo_advantages(rewards: Tensor, group: Tensor, num_tokens: Tensor) -> Tensor:
-    """Rewards less their group's mean weighted by length, the baseline of least variance when gradients grow so.
+    """Subtract the group's length-weighted mean, the minimum-variance baseline if gradients grow with length.
 
     Args:
         rewards: [S] float, one for each session.
@@ -109,10 +109,10 @@ def opo_advantages(rewards: Tensor, group: Tensor, num_tokens: Tensor) -> Tensor
         num_tokens: [S] int64 trained tokens of each session.
 
     Returns:
-        [S] advantages in the rewards' dtype; zeros as `grpo_advantages`.
+        [S] advantages in the rewards' dtype. A group with equal rewards or one session gets zeros.
 
     Raises:
-        ShapeError: The three are not [S].
+        ShapeError: An argument is not [S].
     """
     check_rows({"rewards": rewards, "num_tokens": num_tokens})
     centered, index = _centered(rewards, group)
@@ -126,7 +126,7 @@ def opo_advantages(rewards: Tensor, group: Tensor, num_tokens: Tensor) -> Tensor
 
 @checked
 def gpg_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = False, eps: Addend = 1e-6) -> Tensor:
-    """Rewards centered within their group, scaled up for the groups that teach nothing.
+    """Center rewards within their group, scaled up to make up for groups with equal rewards.
 
     Args:
         rewards: [S] float, one for each session.
@@ -151,7 +151,7 @@ def gpg_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = Fals
 
 @checked
 def passk_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = True, eps: Addend = 1e-6) -> Tensor:
-    """What the best session adds to its group's best reward: the best less the second best; the others get 0.
+    """Give the best session of a group its lead over the second best, and the others 0.
 
     Args:
         rewards: [S] float, one for each session.
@@ -179,12 +179,12 @@ def passk_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = Tr
 
 
 def _dtype(rewards: Tensor) -> torch.dtype:
-    """The rewards' own; torch's default of whole numbers and truths, whose advantages are fractions."""
+    """Return the rewards' dtype, or torch's default for integers and booleans."""
     return rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
 
 
 def _centered(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """[S] float64 rewards less their group's mean, and [S] dense group index."""
+    """Return [S] float64 rewards minus their group's mean, and [S] dense group indices."""
     check_rows({"rewards": rewards, "group": group})
     if len(group) and group.is_floating_point():
         raise ShapeError(f"group must be integers, the prompt of each session; found {group.dtype}. Are they swapped?")
@@ -200,7 +200,7 @@ def _centered(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scales(centered: Tensor, index: Tensor, *, eps: float) -> Tensor:
-    """[G] unbiased standard deviation of each group with eps added; 1 where it is 0."""
+    """Return [G] unbiased standard deviation of each group plus eps; 1 where it is 0."""
     sizes = torch.bincount(index)
     squares = centered.new_zeros(len(sizes)).index_add(0, index, centered.square())
     deviations = (squares / (sizes - 1).clamp(min=1)).sqrt()

@@ -1,7 +1,7 @@
-"""Aggregations of token losses, each as the weight of every token in the global batch.
+"""Aggregations of token losses as token weights over the global batch.
 
-The loss is sum over t of weight[t] * loss[t]. The weights are made once, over the whole global batch, before it is
-cut into ranks and micro-batches; sums then add up to the same loss and gradient however it is cut.
+The loss is the sum over t of weight[t] * loss[t]. Weights are computed once over the global batch, before it is split
+into ranks and micro-batches, so every split has the same loss and gradient.
 
 Source: token-mean is DAPO's (Yu et al. 2025, arXiv:2503.14476, section 3.3), seq-mean-token-mean GRPO's
 (Shao et al. 2024, arXiv:2402.03300), seq-mean-token-sum-norm Dr. GRPO's (Liu et al. 2025, arXiv:2503.20783).
@@ -21,15 +21,16 @@ from rl_distill.objectives.ragged import padded_offsets, row_counts, spread_rows
 from rl_distill.objectives.shapes import as_mask, check_mask, check_offsets, check_padded, check_tokens
 
 Horizon = Annotated[int | None, whole_number(at_least=1).or_none()]
-"""A constant length that some aggregations divide by."""
+"""Constant length that some aggregations divide by."""
 
 RowWeights = Callable[[Tensor, int | None], Tensor]
-"""([N] float64 trained tokens of each row, horizon) -> [N] weight of each trained token of that row. A row with none
-gets any finite value, and counts in no mean."""
+"""([N] float64 trained tokens of each row, horizon) -> [N] weight of each trained token of that row. A row without
+trained tokens may get any finite value, and counts in no mean.
+"""
 
 
 def token_mean(token_counts: Tensor, _horizon: int | None) -> Tensor:
-    """Every trained token of the global batch weighs the same."""
+    """Mean over all trained tokens of the global batch."""
     return torch.ones_like(token_counts) / token_counts.sum().clamp(min=1)
 
 
@@ -71,22 +72,22 @@ AGGREGATIONS: Registry[RowWeights] = Registry(
 
 @checked
 def token_weights(loss_mask: Tensor, offsets: Tensor, *, row_weights: RowWeights, horizon: Horizon = None) -> Tensor:
-    """Weight of each token in the loss of the global batch.
+    """Return the weight of each token in the loss of the global batch.
 
     Args:
-        loss_mask: [T] bool of the whole global batch, True where a token trains.
-        offsets: [N + 1] int64 rows of it.
-        row_weights: Aggregation, one of `AGGREGATIONS` or a user's own.
+        loss_mask: [T] bool of the global batch, True where a token trains.
+        offsets: [N + 1] int64 rows of the mask.
+        row_weights: An aggregation of `AGGREGATIONS`, or your own.
         horizon: Constant length that seq-mean-token-sum-norm divides by.
 
     Returns:
-        [T] float32, 0 where masked. Trajectories without a trained token count in no mean. The weights sum to 1 with
-        token-mean and seq-mean-token-mean, to the mean number of trained tokens with seq-mean-token-sum, and to
-        that over `horizon` with seq-mean-token-sum-norm.
+        [T] float32, 0 where masked. Trajectories without a trained token count in no mean. The weights sum to 1 for
+        token-mean and seq-mean-token-mean, to the mean number of trained tokens for seq-mean-token-sum, and to this
+        number divided by `horizon` for seq-mean-token-sum-norm.
 
     Raises:
-        ShapeError: loss_mask is not [T] bool, or offsets are not its rows.
-        SettingsError: The aggregation needs a horizon, or it is below 1.
+        ShapeError: loss_mask is not [T] bool, or offsets do not match it.
+        SettingsError: The aggregation needs a horizon, or the horizon is below 1.
     """
     num_tokens = check_tokens({"loss_mask": loss_mask})
     check_mask(loss_mask)
@@ -104,18 +105,18 @@ def aggregate(
     horizon: Horizon = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """One number of the values of tokens, such as losses or a KL.
+    """Reduce token values, such as losses or a KL, to one number.
 
     Args:
-        values: [B, T] padded, or packed [T] with `offsets`; what is masked does not count, not even NaN.
-        loss_mask: Of the same shape: bool, or where it is padded integers that are 0 where a token does not train.
+        values: [B, T] padded, or packed [T] with `offsets`. Masked values are ignored, even NaN.
+        loss_mask: Mask of the same shape: bool, or, if padded, integers that are 0 where a token does not train.
         aggregation: Name in `AGGREGATIONS`.
-        horizon: As `token_weights`.
+        horizon: Constant length that seq-mean-token-sum-norm divides by.
         offsets: [N + 1] int64 rows of packed values.
 
     Raises:
-        ShapeError: The shapes do not fit, or the mask is not bool.
-        SettingsError: Unknown aggregation, or it needs a horizon.
+        ShapeError: The shapes do not match, or the mask is not bool.
+        SettingsError: The aggregation is unknown or needs a horizon.
     """
     if offsets is None:
         check_padded({"loss_mask": loss_mask, "values": values})

@@ -19,21 +19,21 @@ def gae(
 ) -> dict[str, Tensor]:
     """Generalized advantage estimation over the trained tokens of each trajectory.
 
-    Tokens that no policy sampled are no steps: the next trained token follows at once.
+    Untrained tokens are skipped: the next trained token is the next step.
 
     Args:
-        rows: The batch with the token column `values`: values[t] is the critic's value of the state that token t was
-            sampled in. Each trajectory is an episode that ends with its session's reward.
+        rows: The batch with the token column `values`: values[t] is the critic's value of the state before token t.
+            Each trajectory is an episode that ends with its session's reward.
         gamma: Discount for each trained token, in [0, 1].
-        lam: Lambda, in [0, 1]; 0 takes the next value's word alone, 1 the rewards' alone.
-        whiten: Whiten the advantages over the batch, not the returns.
+        lam: Lambda, in [0, 1]; 0 trusts only the next value, 1 only the rewards.
+        whiten: Whiten the advantages, but not the returns, over the batch.
 
     Returns:
-        `advantages` and `returns` [T]; returns are the critic's targets, advantages before whitening plus values.
+        `advantages` and `returns` [T]. Returns are the critic's targets: unwhitened advantages plus values.
 
     Raises:
         SettingsError: gamma or lam is outside [0, 1].
-        DataError: There are no `values`.
+        DataError: `values` is missing.
     """
     rewards, offsets, share = episodes_of(rows)
     values = rows.column("values")[rows.loss_mask].double()
@@ -47,13 +47,13 @@ def gae(
 
 @converts_arguments
 def remax(rows: RewardedRows) -> dict[str, Tensor]:
-    """ReMax: reward less that of the greedy response to the same prompt.
+    """ReMax: the reward minus the reward of a greedy response to the same prompt.
 
     Args:
         rows: The batch with the row column `reward_baseline`, the reward of the prompt's greedy response.
 
     Raises:
-        DataError: There is no `reward_baseline`, or it is not finite.
+        DataError: `reward_baseline` is missing or not finite.
     """
     units = units_of(rows, rows.total_rewards() - rows.row_column("reward_baseline"))
     return {"advantages": spread_units(rows, units, units.rewards)}

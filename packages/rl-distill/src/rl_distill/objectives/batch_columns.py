@@ -1,4 +1,4 @@
-"""Batches with the columns that a learner trains on, computed over the whole global batch before it is cut."""
+"""Columns that a learner trains on, computed over the global batch before it is split."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -22,25 +22,25 @@ from rl_distill.objectives.weight_metrics import weight_metrics
 from rl_distill.objectives.whitened_advantages import COMPONENT
 
 SampledLogprobs = Literal["old_logprobs", "rollout_logprobs"]
-"""Column of the sampling policy's logprobs: the learner's before the update, or the engine's."""
+"""Column of the sampling policy's logprobs: from the learner before the update, or from the engine."""
 
 
 @converts_arguments
 def with_advantages(
     batch: Batch, *, advantage: str = "grpo", options: Mapping[str, Any] | None = None, session_rule: str = "last"
 ) -> Batch:
-    """Add `advantages` (and `returns`, where the estimator gives them).
+    """Add `advantages`, and `returns` if the estimator computes them.
 
     Args:
-        batch: The global batch with `reward` and `loss_mask`; groups are those of its keys. Used where they are there:
-            `token_rewards` by every estimator, `values` by gae, `reward_baseline` by remax, `reward/NAME` by gdpo.
+        batch: The global batch with `reward` and `loss_mask`, grouped by its keys. Optional columns: `token_rewards`
+            for every estimator, `values` for gae, `reward_baseline` for remax, `reward/NAME` for gdpo.
         advantage: Name in the registry of advantages.
         options: Options of the estimator.
-        session_rule: Name in the registry of session rules, for sessions that gave several trajectories.
+        session_rule: Name in the registry of session rules, for sessions with several trajectories.
 
     Raises:
-        SettingsError: Unknown advantage, option or session rule.
-        DataError: A reward, or a column that the estimator needs, is missing.
+        SettingsError: The advantage, an option or the session rule is unknown.
+        DataError: A reward or a column that the estimator needs is missing.
     """
     mask = batch.ragged("loss_mask")
     by_token = {name: column_spec(name).is_ragged for name in sorted(batch.names) if _is_of_numbers(batch[name])}
@@ -61,14 +61,14 @@ def with_advantages(
 
 @converts_arguments
 def with_reward_components(batch: Batch, components: Sequence[Mapping[str, float]]) -> Batch:
-    """Add a row column `reward/NAME` for each named component of the reward, as GDPO compares them.
+    """Add a row column `reward/NAME` for each named component of the reward, as GDPO needs them.
 
     Args:
         batch: Any batch.
-        components: Components of each row; all rows have the same names.
+        components: Components of each row, with the same names in all rows.
 
     Raises:
-        DataError: Not as many as rows, or the rows differ in their names.
+        DataError: Their number is not that of the rows, or the rows have different names.
     """
     if len(components) != len(batch):
         raise DataError(f"components must have one entry for each of {len(batch)} rows; found {len(components)}.")
@@ -86,7 +86,7 @@ def with_reward_components(batch: Batch, components: Sequence[Mapping[str, float
 
 
 def component_columns(names: Sequence[str]) -> frozenset[str]:
-    """The columns of components of the reward, which are declared by this."""
+    """Declare the columns of reward components, and return their names."""
     for name in names:
         declare_column(
             COMPONENT + name,
@@ -103,7 +103,7 @@ def with_kl_in_reward(
     estimator: str = "k1",
     policy_logprobs: SampledLogprobs = "old_logprobs",
 ) -> Batch:
-    """Add `token_rewards`: the KL of each sampled token to the reference as a penalty, which advantages then count in.
+    """Add `token_rewards`: a KL penalty to the reference at each sampled token, which advantages include.
 
     Args:
         batch: The global batch with `reference_logprobs` and the sampling policy's.
@@ -112,7 +112,7 @@ def with_kl_in_reward(
         policy_logprobs: Column of the sampling policy's logprobs.
 
     Raises:
-        SettingsError: Unknown estimator, or a coefficient below 0.
+        SettingsError: The estimator is unknown, or the coefficient is below 0.
         DataError: A column is missing.
     """
     kl = _reference_kl(batch, estimator=estimator, policy_logprobs=policy_logprobs)
@@ -123,7 +123,7 @@ def with_kl_in_reward(
 def mean_reference_kl(
     batch: Batch, *, estimator: str = "k3", policy_logprobs: SampledLogprobs = "old_logprobs"
 ) -> float:
-    """Mean KL of the sampling policy to the reference over trained tokens, in nats; NaN when nothing trains."""
+    """Return the mean KL of the sampling policy to the reference over trained tokens, in nats; NaN without any."""
     kl = _reference_kl(batch, estimator=estimator, policy_logprobs=policy_logprobs)
     return float(kl[batch.tensor("loss_mask")].double().mean())
 
@@ -132,11 +132,11 @@ def mean_reference_kl(
 def with_token_selection(
     batch: Batch, *, select: TokenSelection, policy_logprobs: SampledLogprobs = "old_logprobs"
 ) -> Batch:
-    """Add `token_selection`, the tokens that a policy loss treats apart.
+    """Add `token_selection`, the tokens that a policy loss treats separately.
 
     Args:
         batch: The global batch with `advantages` and the sampling policy's logprobs.
-        select: Of a `BoundPolicyLoss`.
+        select: `BoundPolicyLoss.select`.
         policy_logprobs: Column of the sampling policy's logprobs.
     """
     selected = select(batch.tensor(policy_logprobs), batch.tensor("advantages"), batch.tensor("loss_mask"))
@@ -146,10 +146,10 @@ def with_token_selection(
 
 @checked
 def with_loss_weights(batch: Batch, *, aggregation: str = "token-mean", horizon: Horizon = None) -> Batch:
-    """Add `loss_weights`; arguments as `token_weights`, the aggregation by name.
+    """Add `loss_weights`; see `token_weights`, but the aggregation is a name.
 
     Raises:
-        SettingsError: Unknown aggregation, or it needs a horizon.
+        SettingsError: The aggregation is unknown or needs a horizon.
     """
     mask = batch.ragged("loss_mask")
     weights = token_weights(
@@ -170,11 +170,11 @@ def with_correction_weights(
     Args:
         batch: The global batch with both.
         level: "token" or "sequence".
-        cap: Largest weight: larger ones are set to it, or with a floor to 0.
-        floor: Smallest weight, smaller ones are set to 0 (`banded_weights`); None truncates from above alone.
+        cap: Maximum weight; larger weights become `cap`, or 0 if there is a floor.
+        floor: Minimum weight; smaller weights become 0 (`banded_weights`). None only truncates from above.
 
     Raises:
-        SettingsError: Unknown level, or impossible bounds.
+        SettingsError: The level is unknown, or the bounds are invalid.
     """
     mask = batch.ragged("loss_mask")
     ratios = (_log_ratio(batch), batch.tensor("loss_mask"), torch.from_numpy(mask.offsets))
@@ -189,7 +189,7 @@ def with_correction_weights(
 def correction_weight_metrics(
     batch: Batch, *, level: CorrectionLevel, cap: WeightCap = 2.0, floor: WeightFloor | None = None
 ) -> dict[str, float]:
-    """`rollout_corr/rollout_is_*` of the batch's `correction_weights`; arguments as `with_correction_weights`."""
+    """Return the metrics `rollout_corr/rollout_is_*` of `correction_weights`; see `with_correction_weights`."""
     offsets = torch.from_numpy(batch.ragged("loss_mask").offsets)
     metrics = weight_metrics(
         batch.tensor("correction_weights"),
@@ -205,19 +205,19 @@ def correction_weight_metrics(
 
 @converts_arguments
 def with_rejection(batch: Batch, *, bounds: Mapping[str, Bound]) -> tuple[Batch, dict[str, float]]:
-    """Take the tokens on which engine and learner differ too much out of `loss_mask`.
+    """Remove tokens on which engine and learner differ too much from `loss_mask`.
 
-    Do it after the advantages and before the loss weights: a rejected token was sampled, but does not train.
+    Call it after the advantages and before the loss weights: a rejected token counts as sampled, but does not train.
 
     Args:
         batch: The global batch with `old_logprobs` and `rollout_logprobs`.
         bounds: Bound of each criterion by name.
 
     Returns:
-        The batch with a smaller `loss_mask`, and the metrics of `rejection_mask`.
+        The batch with the reduced `loss_mask`, and the metrics of `rejection_mask`.
 
     Raises:
-        SettingsError: Unknown criterion, or an impossible bound.
+        SettingsError: A criterion is unknown, or a bound is invalid.
     """
     mask = batch.ragged("loss_mask")
     keep, metrics = rejection_mask(
@@ -235,13 +235,13 @@ def _log_ratio(batch: Batch) -> torch.Tensor:
 
 
 def _reference_kl(batch: Batch, *, estimator: str, policy_logprobs: SampledLogprobs) -> torch.Tensor:
-    """[T] estimates, 0 where masked."""
+    """Return [T] estimates, 0 where masked."""
     kl = KL_ESTIMATORS.get(estimator)(batch.tensor(policy_logprobs), batch.tensor("reference_logprobs"))
     return torch.where(batch.tensor("loss_mask"), kl, torch.zeros_like(kl))
 
 
 def _is_of_numbers(column: Column) -> bool:
-    """True where a column has one number a token or row, as advantages know them."""
+    """True if a column has one number per token or row."""
     return not column.element_shape if isinstance(column, Ragged) else column.ndim == 1
 
 

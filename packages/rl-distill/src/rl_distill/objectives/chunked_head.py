@@ -1,7 +1,7 @@
-"""An output matrix and a divergence in one, a few tokens at a time: no [T, V] array is ever whole.
+"""The output matrix and a divergence fused over chunks of tokens, without a whole [T, V] array.
 
-The gradients are made in the forward pass, while a chunk's logits are there, so that nothing is computed twice.
-Source of the idea: Hsu et al. 2024, Liger Kernel, arXiv:2410.10989.
+Gradients are computed in the forward pass, while a chunk's logits exist, so nothing is computed twice. Source: Hsu et
+al. 2024, Liger Kernel, arXiv:2410.10989.
 """
 
 from typing import Any, NamedTuple
@@ -21,20 +21,20 @@ from rl_distill.objectives.teacher_tokens import TeacherTokens, check_sampled_to
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
 
 CHUNK_LOGITS = 2**26
-"""Logits of a chunk, by default: what is there at once, in one array, of a whole distribution in several."""
+"""Default number of logits in a chunk. A chunk is one array, or several for whole distributions."""
 TARGETS_AT_ONCE = 16
-"""On a CPU, whose cache has them; a GPU, for which each pass is a launch, takes `GPU_TARGETS_AT_ONCE`."""
+"""Chunk for CPUs, which fits their cache. GPUs use `GPU_TARGETS_AT_ONCE`, since each chunk costs kernel launches."""
 GPU_TARGETS_AT_ONCE = 1024
 
 
 class HeadResult(NamedTuple):
-    """What comes out of the head at each of M tokens.
+    """The head's results at each of M tokens.
 
     Attributes:
-        weighted: [M] the losses times their weights, with gradient: sum them.
-        comparison: Without gradient.
-        logprobs: [M] the student's of the tokens, without gradient; None unless targets were given.
-        entropy: [M] the student's, without gradient; None unless targets were given.
+        weighted: [M] losses times their weights, with gradient; sum them for the loss.
+        comparison: The measures, without gradient.
+        logprobs: [M] the student's logprobs of the tokens, without gradient; None without targets.
+        entropy: [M] the student's entropy, without gradient; None without targets.
     """
 
     weighted: Tensor
@@ -44,7 +44,7 @@ class HeadResult(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What is no tensor with a gradient."""
+    """Arguments that are not tensors with a gradient."""
 
     weights: Tensor
     teacher: TeacherTokens
@@ -90,9 +90,9 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _common_factor(grad: Tensor) -> Tensor | None:
-    """What all losses are multiplied by; None for 1.
+    """Return the common factor of all losses; None for 1.
 
-    Where a GPU would have to be waited for, several factors give NaN, with which no step is applied.
+    On a GPU, checking for different factors would wait, so they become NaN, and no step is applied.
     """
     if not len(grad):
         return None
@@ -108,14 +108,14 @@ def _common_factor(grad: Tensor) -> Tensor | None:
 
 
 def added_product(total: Tensor | None, left: Tensor, right: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """total + left @ right, in the total's place; None counts as 0, and becomes a total of the dtype."""
+    """Add left @ right to the total in place; None starts a total of the dtype."""
     if total is None:
         return torch.mm(left, right).to(dtype)
     return total.addmm_(left, right) if left.dtype == dtype else total.add_(left @ right)
 
 
 def _one_chunk(hidden: Tensor, weight: Tensor, rows: slice, work: _Work, buffer: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted losses of a chunk, and their gradient to its logits."""
+    """Return a chunk's weighted losses and their gradient to its logits."""
     logits = torch.mm(hidden, weight.T, out=buffer[: len(hidden)])
     logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     logprobs = entropy = None
@@ -128,7 +128,7 @@ def _one_chunk(hidden: Tensor, weight: Tensor, rows: slice, work: _Work, buffer:
 
 
 def _of_targets(logits: Tensor, targets: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropy, a few tokens at a time, for that takes several arrays as wide as the logits."""
+    """Return logprobs and entropy, a few tokens at a time, since they need several arrays as wide as the logits."""
     count = TARGETS_AT_ONCE if logits.device.type == "cpu" else GPU_TARGETS_AT_ONCE
     found = [
         vocabulary_logprobs(few, ids, temperature=work.temperature, part=work.divergence.part)
@@ -150,21 +150,21 @@ def chunked_head_divergence(
     temperature: float = 1.0,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> HeadResult:
-    """The divergence of `hidden @ weight.T` from what teachers said.
+    """Compute the divergence between `hidden @ weight.T` and the teachers.
 
     Args:
         hidden: [M, H] the student's last hidden states.
-        weight: [V / ranks, H] its output matrix, this rank's slice of the vocabulary.
-        weights: [M] of each token in the loss; constant.
-        teacher: Of the same tokens.
-        divergence: Which.
-        targets: [M] int64 the tokens themselves, whose logprobs are returned too.
-        temperature: Of these logprobs, and of the entropy.
-        chunk_logits: Logits that are there at once.
+        weight: [V / ranks, H] the student's output matrix, this rank's slice of the vocabulary.
+        weights: [M] constant weights of the tokens in the loss.
+        teacher: Teacher data of the same tokens.
+        divergence: The divergence to compute.
+        targets: [M] int64 sampled tokens, for their logprobs and the entropy.
+        temperature: Temperature of these logprobs and the entropy.
+        chunk_logits: Number of logits in a chunk.
 
     Raises:
-        DataError: The teacher's first column is of other tokens than `targets`.
-        ShapeError: In the backward pass, where the losses were weighted again, each on its own.
+        DataError: The teacher's first column has other tokens than `targets`.
+        ShapeError: In the backward pass, if the losses were weighted again one by one.
         NotReadyError: In a second backward pass.
     """
     if targets is not None:

@@ -1,7 +1,7 @@
-"""How an objective asks a learner to compare the policy with teachers, and finds what came of it.
+"""The interface by which an objective requests a comparison with teachers and reads its results.
 
-An objective that has an attribute `comparison` gets, beside the logprobs, the measures of `TokenComparison` [T] as
-columns of the micro-batch: `distillation/losses`, `distillation/student_mass` and so on. Logits never leave the model.
+An objective with an attribute `comparison` receives the measures of `TokenComparison` [T] as columns of the
+micro-batch: `distillation/losses`, `distillation/student_mass` and so on. Logits never leave the model.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from rl_distill.learner import MicroBatch
 from rl_distill.objectives.divergences import DivergenceOptions
 
 MEASURED = "distillation/"
-"""What the names of the measures begin with."""
+"""Prefix of the measures' names."""
 LOSSES = MEASURED + "losses"
-"""The divergence of each token; with gradient, unless the comparison is alone."""
+"""Divergence of each token, with gradient unless the comparison is alone."""
 WEIGHTED = MEASURED + "weighted"
-"""Where the comparison is alone: the losses times the column `loss_weights`, with gradient; to be summed."""
+"""Losses times the column `loss_weights`, with gradient, to sum; only if the comparison is alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +27,8 @@ class Comparison:
 
     Attributes:
         options: The divergence.
-        is_alone: Nothing else trains: logprobs and entropy come without gradient, and the divergence is taken in one
-            pass, without its logits ever being whole or made twice.
+        is_alone: The loss has no other part: logprobs and entropy have no gradient, and the divergence is computed in
+            one pass that neither stores whole logits nor computes them twice.
     """
 
     options: DivergenceOptions
@@ -36,7 +36,7 @@ class Comparison:
 
 
 def comparison_of(objective: Any) -> Comparison | None:
-    """What an objective asks for; None where it needs logprobs alone."""
+    """Return the comparison that an objective requests; None if it only needs logprobs."""
     return getattr(objective, "comparison", None)
 
 

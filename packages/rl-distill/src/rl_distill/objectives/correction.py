@@ -1,4 +1,4 @@
-"""Importance weights for the engine's mismatch: its probabilities differ slightly from the learner's.
+"""Importance weights that correct the mismatch between the engine's and the learner's probabilities.
 
 Source: truncated importance sampling, Ionides 2008, doi:10.1198/106186008X320456; for an engine's mismatch,
 Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; banded masking, IcePop, Ling team 2025, arXiv:2510.18855.
@@ -16,13 +16,13 @@ from rl_distill.objectives.ragged import row_sums, spread_rows
 from rl_distill.objectives.shapes import check_mask, check_offsets, check_tokens
 
 CorrectionLevel = Literal["token", "sequence"]
-"""What one importance ratio covers: a token (biased, low variance), or a whole trajectory (unbiased, high)."""
+"""Scope of an importance ratio: a token (biased, low variance) or a trajectory (unbiased, high variance)."""
 
 WeightCap = Annotated[float, number(above=0.0, can_be_inf=True)]
-"""Largest importance weight."""
+"""Maximum importance weight."""
 
 WeightFloor = Annotated[float, number(above=0.0)]
-"""Smallest importance weight that counts."""
+"""Minimum importance weight; smaller ones become 0."""
 
 
 def _is_band(band: Any) -> bool:
@@ -31,28 +31,28 @@ def _is_band(band: Any) -> bool:
 
 
 WeightBand = Annotated[tuple[float, float], OptionRule("two numbers with 0 < floor <= cap", _is_band)]
-"""Smallest and largest importance weight."""
+"""Minimum and maximum importance weight."""
 
 
 @checked
 def truncated_weights(
     log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel, cap: WeightCap = 2.0
 ) -> Tensor:
-    """Importance weights old / rollout, truncated from above.
+    """Return importance weights old / rollout, truncated from above.
 
     Args:
         log_ratio: [T] old_logprobs - rollout_logprobs; anything where masked.
         loss_mask: [T] bool.
         offsets: [N + 1] int64 rows.
         level: "token", or "sequence" for the product over each trajectory's trained tokens.
-        cap: Largest weight.
+        cap: Maximum weight.
 
     Returns:
         [T] weights without gradient, 0 where masked.
 
     Raises:
-        ShapeError: Shapes or dtypes other than above.
-        SettingsError: Unknown level, or cap not positive.
+        ShapeError: The shapes or dtypes do not match.
+        SettingsError: The level is unknown, or cap is not positive.
     """
     return importance_ratios(log_ratio, loss_mask, offsets, level=level).clamp(max=cap)
 
@@ -61,21 +61,22 @@ def truncated_weights(
 def banded_weights(
     log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel, band: WeightBand
 ) -> Tensor:
-    """Importance weights old / rollout, 0 outside a band (IcePop).
+    """Return importance weights old / rollout, 0 outside a band (IcePop).
 
     Args:
         log_ratio: [T] old_logprobs - rollout_logprobs; anything where masked.
         loss_mask: [T] bool.
         offsets: [N + 1] int64 rows.
         level: "token", or "sequence" for the product over each trajectory's trained tokens.
-        band: Smallest and largest weight that count.
+        band: Minimum and maximum weight; weights outside become 0.
 
     Returns:
-        [T] weights without gradient, 0 where masked. The loss weights are not changed: what falls out counts as 0.
+        [T] weights without gradient, 0 where masked. The loss weights do not change: tokens outside the band count as
+        0.
 
     Raises:
-        ShapeError: Shapes or dtypes other than above.
-        SettingsError: Unknown level, or not 0 < floor <= cap.
+        ShapeError: The shapes or dtypes do not match.
+        SettingsError: The level is unknown, or not 0 < floor <= cap.
     """
     floor, cap = band
     weights = importance_ratios(log_ratio, loss_mask, offsets, level=level)
@@ -84,7 +85,7 @@ def banded_weights(
 
 @checked
 def importance_ratios(log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel) -> Tensor:
-    """Importance ratios old / rollout as they are, [T]; arguments and errors as `truncated_weights`."""
+    """Return [T] importance ratios old / rollout without bounds; see `truncated_weights`."""
     log_ratio = blank_masked(log_ratio, loss_mask, offsets)
     if level == "sequence":
         log_ratio = spread_rows(row_sums(log_ratio, offsets), offsets, num_tokens=len(log_ratio))
@@ -93,10 +94,10 @@ def importance_ratios(log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, 
 
 
 def blank_masked(values: Tensor, loss_mask: Tensor, offsets: Tensor) -> Tensor:
-    """[T] checked values without gradient, 0 where masked.
+    """Return [T] checked values without gradient, 0 where masked.
 
     Raises:
-        ShapeError: Not [T], or the mask or offsets do not fit.
+        ShapeError: The values are not [T], or the mask or offsets do not match.
     """
     num_tokens = check_tokens({"logprobs": values, "loss_mask": loss_mask})
     check_mask(loss_mask)

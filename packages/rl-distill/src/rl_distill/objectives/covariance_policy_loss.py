@@ -1,10 +1,9 @@
 """Policy losses that treat the few tokens that cost the most entropy differently: Clip-Cov and KL-Cov.
 
-The advantage and the logprob of these tokens are both far above the mean, so that their product, a token's share of the
-covariance, is large. Tokens are selected once, over the whole global batch, from the logprobs of the old policy; the
-selection is the bool column `token_selection`. A token is therefore treated alike in every micro-batch and every update
-on the batch. (The paper selects in each micro-batch from the logprobs of the policy in training,
-which are the old ones in the first update.)
+Both advantage and logprob of these tokens are far above the mean, so that their product, a token's share of the
+covariance, is large. Tokens are selected once over the global batch from the old policy's logprobs; the selection is
+the bool column `token_selection`. Every micro-batch and every update on the batch thus treats a token alike. (The paper
+selects in each micro-batch from the logprobs of the policy in training, which equal the old ones in the first update.)
 
 Source: Cui et al. 2025, arXiv:2505.22617, section 4.
 """
@@ -25,10 +24,10 @@ Share = Annotated[float, number(above=0.0, at_most=1.0)]
 
 
 def covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    """Each token's part of the covariance of advantage and logprob over the global batch.
+    """Return each token's share of the covariance of advantage and logprob over the global batch.
 
     Args:
-        logprobs: [T] float, of the old policy; anything where masked.
+        logprobs: [T] float, the old policy's; anything where masked.
         advantages: [T] float; anything where masked.
         loss_mask: [T] bool.
 
@@ -36,7 +35,7 @@ def covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tens
         [T] float64, 0 where masked: (advantage - mean) * (logprob - mean).
 
     Raises:
-        ShapeError: Shapes or dtypes other than above.
+        ShapeError: The shapes or dtypes do not match.
     """
     check_tokens({"logprobs": logprobs, "advantages": advantages, "loss_mask": loss_mask})
     check_mask(loss_mask)
@@ -58,16 +57,16 @@ def select_band(
     high: float = 5.0,
     seed: int = 0,
 ) -> Tensor:
-    """A random choice of the tokens whose covariance is within a band.
+    """Select tokens at random among those whose covariance is within a band.
 
     Args:
         logprobs: [T] of the old policy.
         advantages: [T].
         loss_mask: [T] bool.
-        share: How many, as a share of the trained tokens; at least one, where the band has one.
-        low: Covariances above this.
-        high: Covariances below this.
-        seed: Of the choice; the same batch gets the same choice.
+        share: Selected share of the trained tokens; at least one token if the band has any.
+        low: Lower bound of the covariance.
+        high: Upper bound of the covariance.
+        seed: Random seed; the same batch gets the same selection.
 
     Returns:
         [T] bool.
@@ -83,16 +82,16 @@ def select_band(
 
 @checked
 def select_top(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, share: Share = 2e-4) -> Tensor:
-    """The tokens with the largest covariance.
+    """Select the tokens with the largest covariance.
 
     Args:
         logprobs: [T] of the old policy.
         advantages: [T].
         loss_mask: [T] bool.
-        share: How many, as a share of the trained tokens; at least one, where one trains.
+        share: Selected share of the trained tokens; at least one token if any trains.
 
     Returns:
-        [T] bool; of equal covariances the earlier tokens.
+        [T] bool; ties select the earlier tokens.
 
     Raises:
         SettingsError: share is not in (0, 1].
@@ -106,19 +105,19 @@ def select_top(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, share
 @selects_with(select_band)
 @checked
 def clip_cov(tokens: PolicyTokens, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2) -> TokenLosses:
-    """Clip-Cov: PPO's clip, and no gradient for the selected tokens.
+    """Clip-Cov: PPO's clip, without gradient for the selected tokens.
 
     Args:
         tokens: Packed tokens with the selection of `select_band`.
-        clip_low: As `ppo_clip`; there is no dual clip.
-        clip_high: As `ppo_clip`.
+        clip_low: See `ppo_clip`; there is no dual clip.
+        clip_high: See `ppo_clip`.
 
     Returns:
         Losses and `actor/pg_clipfrac`, `actor/selected_fraction`, `actor/ppo_kl`.
 
     Raises:
         SettingsError: clip_low outside [0, 1), or clip_high below 0.
-        DataError: There is no selection.
+        DataError: The batch has no selection.
     """
     selection, log_ratio = _selection(tokens), tokens.log_ratio()
     losses, was_clipped = clipped_surrogate(log_ratio.exp(), tokens.advantages, clip_low=clip_low, clip_high=clip_high)
@@ -131,7 +130,7 @@ def clip_cov(tokens: PolicyTokens, *, clip_low: ClipLow = 0.2, clip_high: ClipHi
 @selects_with(select_top)
 @checked
 def kl_cov(tokens: PolicyTokens, *, kl_to_old_coefficient: Annotated[float, number(at_least=0.0)] = 1.0) -> TokenLosses:
-    """KL-Cov: the plain ratio without clip, and a pull back to the old policy for the selected tokens.
+    """KL-Cov: the ratio without clip, and a penalty towards the old policy for the selected tokens.
 
     Args:
         tokens: Packed tokens with the selection of `select_top`.
@@ -142,7 +141,7 @@ def kl_cov(tokens: PolicyTokens, *, kl_to_old_coefficient: Annotated[float, numb
 
     Raises:
         SettingsError: The coefficient is below 0.
-        DataError: There is no selection.
+        DataError: The batch has no selection.
     """
     selection, log_ratio = _selection(tokens), tokens.log_ratio()
     pull = torch.where(selection, kl_to_old_coefficient * log_ratio.abs(), torch.zeros_like(log_ratio))

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student moves towards what teachers think of the tokens that it sampled.
+"""On-policy distillation: the student learns the teachers' probabilities on the tokens that it sampled.
 
 Sources: on-policy distillation, Agarwal et al. 2023, arXiv:2306.13649, and Gu et al. 2023, arXiv:2306.08543; per-token
 estimates as a reward, Lu and Thinking Machines Lab 2025, thinkingmachines.ai/blog/on-policy-distillation.
@@ -35,13 +35,13 @@ DistillationLoss = Literal["forward_kl", "reverse_kl", "js", "uld", "k1", "abs",
 WHO = "distillation"
 """In messages."""
 NAME = "actor/distillation/"
-"""What the names of the metrics begin with."""
+"""Prefix of the metrics' names."""
 OF_SAMPLED = ("loss", "student_mass", "teacher_mass", "tail_mass", "clamped_fraction")
-"""Measures that the logprob of one token allows."""
+"""Measures that need only the logprob of one token."""
 
 
 def k3(policy_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
-    """With r = teacher / policy, r - 1 - log r of each token; unlike `kl.k3` without a bound."""
+    """Return r - 1 - log r of each token with r = teacher / policy, without the bound of `kl.k3`."""
     return excess(teacher_logprobs - policy_logprobs)
 
 
@@ -51,7 +51,7 @@ ESTIMATORS: dict[str, KLEstimator] = {
     "k2": k2,
     "k3": k3,
 }
-"""In a loss. The gradients of k1 and abs themselves mean nothing there (see `kl`), so theirs is k2's."""
+"""Estimators for losses. The gradients of k1 and abs are meaningless there (see `kl`), so they use k2's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,40 +83,41 @@ class DistillationObjectiveOptions:
     teachers: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Check the options.
 
         Raises:
-            SettingsError: Names the option, what it may be, and what was found.
+            SettingsError: An option is invalid; the message has its name, valid values and its value.
         """
         check_fields(self, owner=WHO)
         self.divergence  # noqa: B018 - checks the rest
 
     @property
     def divergence(self) -> DivergenceOptions:
-        """The part of it that says how distributions are compared, and what is clamped."""
+        """Options of the divergence and its clamps."""
         shared = {one.name: getattr(self, one.name) for one in fields(DivergenceOptions) if one.name != "kind"}
         return DivergenceOptions(kind=self.loss if self.is_divergence else "forward_kl", **shared)  # type: ignore[arg-type]
 
     @property
     def is_divergence(self) -> bool:
-        """True where whole distributions, or their top k, are compared."""
+        """True if whole distributions or their top k are compared."""
         return self.loss in get_args(DivergenceKind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillationObjective:
-    """An `Objective`: coefficient * distillation, and where tasks are rewarded, the policy's objective beside it.
+    """An `Objective`: coefficient * distillation, plus the policy's objective if tasks have rewards.
 
-    Columns: `loss_mask` and `loss_weights`; of teachers `teacher_logprobs`, `teacher_ids` and `teacher_index`, and for
-    whole distributions `teacher_hidden`; none of these for "nll". A token that no teacher scored (index -1) adds 0.
+    Columns: `loss_mask` and `loss_weights`; from teachers `teacher_logprobs`, `teacher_ids`, `teacher_index` and, for
+    whole distributions, `teacher_hidden`. "nll" needs no teacher columns. A token that no teacher scored (index -1)
+    adds 0.
 
-    Metrics: `actor/distillation/loss` and the others are means over the tokens that a teacher scored, `loss_min` and
-    `loss_max` its extremes, and again for each teacher, `actor/distillation/NAME/loss`;
-    `actor/distillation/aligned_fraction` is the share of the trained tokens that one scored.
+    Metrics: `actor/distillation/loss` and the others are means over the tokens that a teacher scored; `loss_min` and
+    `loss_max` are the loss's extremes. Each teacher also has its own, such as `actor/distillation/NAME/loss`.
+    `actor/distillation/aligned_fraction` is the share of trained tokens that a teacher scored.
 
     Attributes:
         options: As given.
-        policy: The objective of rewarded tasks; None where distillation is all.
+        policy: Objective of rewarded tasks; None for pure distillation.
     """
 
     options: DistillationObjectiveOptions
@@ -124,13 +125,13 @@ class DistillationObjective:
 
     @property
     def comparison(self) -> Comparison | None:
-        """What learners do with the logits."""
+        """The comparison that learners make on the logits."""
         if not self.options.is_divergence:
             return None
         return Comparison(options=self.options.divergence, is_alone=self.policy is None)
 
     def __call__(self, policy_logprobs: Tensor, entropy: Tensor | None, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
-        """Loss of the micro-batch and its metric sums.
+        """Return the loss of the micro-batch and its metric sums.
 
         Raises:
             DataError: A needed column is missing.
@@ -155,7 +156,7 @@ class DistillationObjective:
         return policy_loss + loss, {**policy_metrics, **metrics}
 
     def _divergence(self, micro: MicroBatch) -> dict[str, Tensor]:
-        """[T] measures that the learner made from the logits."""
+        """Return [T] measures that the learner computed from the logits."""
         needed_column(micro, LOSSES, who=f"{WHO} by {self.options.loss}")
         measured = {name: micro.columns[MEASURED + name] for name in MEASURES}
         measured["loss"] = measured.pop("losses")
@@ -164,7 +165,7 @@ class DistillationObjective:
         return measured
 
     def _estimate(self, policy_logprobs: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
-        """[T] measures from the logprobs of the tokens themselves."""
+        """Return [T] measures from the logprobs of the sampled tokens."""
         teacher = needed_column(micro, "teacher_logprobs", who=WHO)
         is_scored = needed_column(micro, "teacher_index", who=WHO) >= 0
         if "teacher_ids" in micro.columns:
@@ -175,23 +176,23 @@ class DistillationObjective:
 def distillation_objective(
     options: DistillationObjectiveOptions, policy: PolicyObjective | None = None
 ) -> DistillationObjective:
-    """The objective that the options describe; alone, or beside that of rewarded tasks."""
+    """Return the objective of the options, alone or added to that of rewarded tasks."""
     return DistillationObjective(options=options, policy=policy)
 
 
 def estimate(
     policy_logprobs: Tensor, teacher_logprobs: Tensor, is_scored: Tensor, *, options: DistillationObjectiveOptions
 ) -> dict[str, Tensor]:
-    """An estimate of KL(student || teacher) at each token, as "loss", with the measures that go with it.
+    """Estimate KL(student || teacher) at each token as "loss", and return it with its measures.
 
     Args:
-        policy_logprobs: [T] the student's of the tokens; the loss has gradient to them.
-        teacher_logprobs: [T] or [T, K + 1] the teacher's, of the token itself first.
-        is_scored: [T] bool, where a teacher gave one.
-        options: Which estimate, and its clamps.
+        policy_logprobs: [T] the student's logprobs of the tokens; the loss has a gradient to them.
+        teacher_logprobs: [T] or [T, K + 1] the teacher's logprobs, the sampled token's first.
+        is_scored: [T] bool, True where a teacher scored the token.
+        options: The estimate and its clamps.
 
     Raises:
-        SettingsError: The loss is no estimate.
+        SettingsError: The loss is not an estimate.
     """
     if options.loss not in ESTIMATORS:
         raise SettingsError(
@@ -218,13 +219,13 @@ def estimate(
 def distillation_sums(
     measured: Mapping[str, Tensor], index: Tensor, mask: Tensor, *, teachers: Sequence[str] = ()
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """(sum over tokens, their number) of each metric, over all teachers and for each; of the loss also its extremes.
+    """Return (sum over tokens, their number) of each metric, in total and per teacher, and the loss's extremes.
 
     Args:
-        measured: [T] by name, 0 where no teacher scored; of "loss" its absolute value becomes "abs_loss".
-        index: [T] which teacher scored; -1 where none did.
+        measured: [T] values by name, 0 where no teacher scored; the absolute value of "loss" becomes "abs_loss".
+        index: [T] index of the teacher that scored the token; -1 for none.
         mask: [T] bool, tokens that train.
-        teachers: Names by index.
+        teachers: The teachers' names, by index.
     """
     is_scored = (index >= 0) & mask
     measured = {**measured, "abs_loss": measured["loss"].abs()}
@@ -247,19 +248,19 @@ def with_distillation_advantages(
     policy_logprobs: SampledLogprobs = "rollout_logprobs",
     keep_advantages: bool = False,
 ) -> tuple[Batch, dict[str, float]]:
-    """Teachers as a reward: the advantage of a token is minus coefficient times the estimate of its KL.
+    """Use teachers as a reward: a token's advantage is minus coefficient times its KL estimate.
 
     Args:
         batch: The global batch, with the teachers' columns and the sampling policy's logprobs.
-        options: Which estimate, its clamps and its coefficient.
+        options: The estimate, its clamps and its coefficient.
         policy_logprobs: Column of the sampling policy's logprobs.
-        keep_advantages: Add to the advantages that the batch has, those of tasks; else they are replaced.
+        keep_advantages: Add to the batch's advantages instead of replacing them.
 
     Returns:
-        The batch with `advantages`, and the metrics.
+        The batch with `advantages`, and metrics.
 
     Raises:
-        SettingsError: The loss is no estimate from the sampled token.
+        SettingsError: The loss is not an estimate from the sampled token.
         DataError: A column is missing.
     """
     index, mask = batch.tensor("teacher_index"), batch.tensor("loss_mask")
@@ -275,7 +276,7 @@ def with_distillation_advantages(
 def _policy_sums(
     policy_logprobs: Tensor, entropy: Tensor | None, weights: Tensor, micro: MicroBatch
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """What is known of the policy where no objective of its own says it."""
+    """Return metrics of the policy for pure distillation."""
     mask = micro.columns["loss_mask"]
     sums: dict[str, tuple[Tensor, Tensor]] = {}
     if entropy is not None:

@@ -19,7 +19,7 @@ DivergenceKind = Literal["forward_kl", "reverse_kl", "js", "uld"]
 Tail = Literal["bucket", "drop", "renormalise"]
 
 LOWEST_LOGPROB = -1e4
-"""What -inf counts as, so that a token that neither can give adds 0 and not NaN; its probability is 0."""
+"""Replaces -inf, so that a token impossible for both sides adds 0 instead of NaN; its probability is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,24 +49,24 @@ class DivergenceOptions:
     min_logprob: Annotated[float | None, number(below=0.0).or_none()] = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Check the options.
 
         Raises:
-            SettingsError: Names the option, what it may be, and what was found.
+            SettingsError: An option is invalid; the message has its name, valid values and its value.
         """
         check_fields(self, owner="a divergence")
 
 
 TokenDivergence = tuple[Tensor, Tensor]
-"""[M] a divergence at each token, with gradient to the student's logprobs; [M] bool where a clamp bit."""
+"""[M] divergence at each token, with gradient to the student's logprobs; [M] bool, True where clamped."""
 
 
 def divergence_terms(log_p: Tensor, log_q: Tensor, options: DivergenceOptions) -> Tensor:
-    """What each entry of two distributions adds to their divergence.
+    """Return each entry's contribution to the divergence of two distributions.
 
     Args:
         log_p: [..., N] the teacher's logprobs.
-        log_q: [..., N] the student's.
+        log_q: [..., N] the student's logprobs.
         options: Which divergence.
     """
     floor = LOWEST_LOGPROB if options.min_logprob is None else options.min_logprob
@@ -86,18 +86,18 @@ def divergence_terms(log_p: Tensor, log_q: Tensor, options: DivergenceOptions) -
 def top_k_divergence(
     log_p: Tensor, log_q: Tensor, log_q_tail: Tensor, *, is_given: Tensor, num_tokens: int, options: DivergenceOptions
 ) -> TokenDivergence:
-    """Divergence on a few entries, with the mass outside as the options say.
+    """Return the divergence on K entries; the options determine how the mass outside counts.
 
     Args:
         log_p: [M, K] the teacher's logprobs.
         log_q: [M, K] the student's logprobs of the same entries.
         log_q_tail: [M] log of the student's mass outside.
-        is_given: [M, K] bool, False for entries that do not count.
-        num_tokens: Of the vocabulary; a row that gives as many entries has nothing outside.
+        is_given: [M, K] bool, False for entries to ignore.
+        num_tokens: Size of the vocabulary; a row with as many entries has no mass outside.
         options: Which divergence.
 
     Raises:
-        ShapeError: The shapes do not fit.
+        ShapeError: The shapes do not match.
     """
     if log_p.ndim != 2 or log_p.shape != log_q.shape or log_q_tail.shape != log_p.shape[:1]:
         raise ShapeError(
@@ -119,20 +119,20 @@ def top_k_divergence(
 
 
 def log_tail(log_p: Tensor) -> Tensor:
-    """[M] log of the mass that [M, K] entries leave; no less than what their rounding hides."""
+    """Return [M] log of the mass outside [M, K] entries, at least their rounding error."""
     mass = 1.0 - log_p.double().exp().sum(-1)
     return mass.clamp_min(torch.finfo(log_p.dtype).eps).log().to(log_p.dtype)
 
 
 def clamped(losses: Tensor, is_bitten: Tensor, options: DivergenceOptions) -> TokenDivergence:
-    """[M] losses under max_loss, and where either clamp bit."""
+    """Return [M] losses clamped to max_loss, and [M] bool, True where either clamp applied."""
     if options.max_loss is None:
         return losses, is_bitten
     return losses.clamp(max=options.max_loss), is_bitten | (losses.detach() > options.max_loss)
 
 
 def _bites(log_p: Tensor, log_q: Tensor, is_given: Tensor, options: DivergenceOptions) -> Tensor:
-    """[M] bool, where min_logprob changes an entry that counts."""
+    """Return [M] bool, True where min_logprob changes an entry that counts."""
     if options.min_logprob is None:
         return torch.zeros(len(log_p), dtype=torch.bool, device=log_p.device)
     return (((log_p < options.min_logprob) | (log_q.detach() < options.min_logprob)) & is_given).any(-1)

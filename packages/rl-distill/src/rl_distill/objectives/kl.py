@@ -1,12 +1,12 @@
 """Estimators of KL(policy || reference) from the logprobs of sampled tokens.
 
-All take policy_logprobs and reference_logprobs, [T] float, and give [T] estimates for tokens that the policy sampled;
-no gradient goes into the reference.
-As a reward or a metric, k1 and k3 are unbiased. In a loss their gradients mean, in expectation: k1 nothing (0, only
-noise), k2 that of KL(policy || reference), k3 that of the forward KL(reference || policy).
+All take policy_logprobs and reference_logprobs, [T] float, and return [T] estimates for tokens that the policy sampled.
+The reference gets no gradient. As a reward or metric, k1 and k3 are unbiased. As a loss, their expected gradients
+differ: k1's is 0 (only noise), k2's is that of KL(policy || reference), k3's is that of the forward KL(reference ||
+policy).
 
-A name with "+" is a straight-through form: the value of that estimator, the gradient of k2. So "k3+" reports an
-unbiased, never negative KL, and minimises KL(policy || reference).
+A name with "+" is a straight-through form: the estimator's value with k2's gradient. "k3+" thus reports an unbiased,
+non-negative KL, and minimises KL(policy || reference).
 
 Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; gradients, Tang and Munos 2025, arXiv:2506.09477.
 """
@@ -26,7 +26,7 @@ KLEstimator = Callable[[Tensor, Tensor], Tensor]
 """(policy_logprobs [T], reference_logprobs [T]) -> [T] estimates."""
 
 K3_BOUND = 10.0
-"""k3 is clamped to this, so that one far token does not outweigh the batch; beyond it the gradient is 0."""
+"""Maximum of k3, so that one outlier does not outweigh the batch; beyond it the gradient is 0."""
 
 
 @converts_arguments
@@ -38,7 +38,7 @@ def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 @converts_arguments
 def absolute(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """|log(policy / reference)|: a distance, no estimate of the KL."""
+    """|log(policy / reference)|: a distance, not an estimate of the KL."""
     reference_logprobs = _constant(policy_logprobs, reference_logprobs)
     return (policy_logprobs - reference_logprobs).abs()
 
@@ -52,14 +52,14 @@ def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 @converts_arguments
 def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """With r = reference / policy, r - 1 - log r: unbiased, never negative, at most `K3_BOUND`."""
+    """r - 1 - log r with r = reference / policy: unbiased, never negative, at most `K3_BOUND`."""
     reference_logprobs = _constant(policy_logprobs, reference_logprobs)
     return excess(bounded(reference_logprobs - policy_logprobs)).clamp(max=K3_BOUND)
 
 
 @converts_arguments
 def straight_through(policy_logprobs: Tensor, reference_logprobs: Tensor, *, estimator: KLEstimator) -> Tensor:
-    """The value of one estimator with the gradient of k2."""
+    """Return an estimator's value with the gradient of k2."""
     gradient = k2(policy_logprobs, reference_logprobs)
     return estimator(policy_logprobs, reference_logprobs).detach() + gradient - gradient.detach()
 
@@ -80,7 +80,7 @@ KL_ESTIMATORS: Registry[KLEstimator] = Registry(
 
 
 def _constant(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """The reference without a gradient, which its author may have forgotten to leave out."""
+    """Detach the reference, in case the caller did not."""
     if policy_logprobs.shape != reference_logprobs.shape:  # packed, or padded
         raise ShapeError(
             f"reference_logprobs must have shape {list(policy_logprobs.shape)}, as policy_logprobs has; found "

@@ -12,16 +12,16 @@ from rl_core.errors import CheckpointError, SettingsError
 from rl_distill.objectives.option_rules import check_fields, checked, number, whole_number
 
 ERROR_BOUND = 0.2
-"""The relative error counts at most this much in one update."""
+"""Maximum relative error that counts in one update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveKL:
-    """A KL coefficient and how it goes on; immutable, so that a step that is repeated adapts once.
+    """A KL coefficient and its control; immutable, so that a repeated step adapts only once.
 
     Attributes:
-        coefficient: The present one.
-        target: KL to hold, in nats a token; None leaves the coefficient fixed.
+        coefficient: Current coefficient.
+        target: Target KL, in nats per token; None leaves the coefficient fixed.
         horizon: Trajectories over which an error of 20 % changes the coefficient by 20 %.
     """
 
@@ -30,7 +30,7 @@ class AdaptiveKL:
     horizon: Annotated[int, whole_number(at_least=1)] = 10_000
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work.
+        """Check the values.
 
         Raises:
             SettingsError: The coefficient is below 0 or not finite, or an adaptive one is 0; the target is not above
@@ -45,12 +45,11 @@ class AdaptiveKL:
 
     @checked
     def adapted(self, kl: float, *, num_trajectories: Annotated[int, whole_number(at_least=0)]) -> "AdaptiveKL":
-        """The control after a batch.
+        """Return the control after a batch.
 
         Args:
-            kl: Mean KL to the reference measured on the batch, in nats a token; one that is not finite changes
-                nothing.
-            num_trajectories: Of the batch.
+            kl: Mean KL to the reference on the batch, in nats per token; a non-finite value changes nothing.
+            num_trajectories: Number of trajectories in the batch.
 
         Raises:
             SettingsError: num_trajectories is below 0.
@@ -62,11 +61,11 @@ class AdaptiveKL:
         return replace(self, coefficient=self.coefficient * factor)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {"coefficient": self.coefficient}
 
     def restored(self, state: Mapping[str, float]) -> "AdaptiveKL":
-        """The control with the coefficient of a `state`; a fixed one keeps its own, which the user may have changed.
+        """Return the control with a `state`'s coefficient; a fixed control keeps its own, in case the user changed it.
 
         Raises:
             CheckpointError: The state has no usable coefficient.

@@ -1,4 +1,4 @@
-"""The divergence of a student's logits from what a teacher said, token by token, where the logits are."""
+"""Divergence between a student's logits and its teachers at each token."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,16 +28,16 @@ from rl_distill.objectives.vocabulary_parts import (
 
 
 class TokenComparison(NamedTuple):
-    """Student and teacher at each of M tokens; all but `losses` without gradient, and 0 where no teacher scored.
+    """Measures of M tokens; only `losses` has a gradient; all are 0 where no teacher scored.
 
     Attributes:
-        losses: The divergence.
-        student_mass: The student's probability of the teacher's K likeliest tokens together.
-        teacher_mass: The teacher's.
-        tail_mass: What of the teacher's is outside.
-        overlap_ratio: Share of the teacher's K likeliest tokens that are among the student's K likeliest.
-        agreement: 1 where both find the same token likeliest.
-        clamped_fraction: 1 where a clamp bit.
+        losses: Divergence of each token.
+        student_mass: The student's total probability of the teacher's top K tokens.
+        teacher_mass: The teacher's total probability of its top K tokens.
+        tail_mass: The teacher's probability outside its top K.
+        overlap_ratio: Share of the teacher's top K tokens that are in the student's top K.
+        agreement: 1 where both have the same most likely token.
+        clamped_fraction: 1 where a clamp applied.
     """
 
     losses: Tensor
@@ -50,11 +50,11 @@ class TokenComparison(NamedTuple):
 
     @staticmethod
     def joined(parts: Iterable["TokenComparison"]) -> "TokenComparison":
-        """Those of consecutive tokens as one."""
+        """Concatenate the comparisons of consecutive tokens."""
         return TokenComparison(*map(torch.cat, zip(*parts, strict=True)))
 
     def detached(self) -> "TokenComparison":
-        """The same, without gradient."""
+        """Return the comparison without gradient."""
         return TokenComparison(*(value.detach() for value in self))
 
 
@@ -66,12 +66,12 @@ MEASURES = TokenComparison._fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitDivergence:
-    """A divergence, ready to be taken of logits.
+    """A divergence that compares logits with teachers.
 
     Attributes:
-        options: Which.
-        part: The slice of the vocabulary that the logits are of.
-        heads: The teachers' output matrices [V of the slice, H], by their index, for whole distributions.
+        options: Options of the divergence.
+        part: Slice of the vocabulary that the logits cover.
+        heads: The teachers' output matrices [V of the slice, H] by teacher index, for whole distributions.
     """
 
     options: DivergenceOptions
@@ -83,12 +83,12 @@ class LogitDivergence:
         """Compare a student with its teachers.
 
         Args:
-            logits: [M, V / ranks] of the student.
+            logits: [M, V / ranks] the student's logits.
             teacher: Of the same tokens.
 
         Raises:
-            DataError: The teachers gave no likeliest tokens, or no hidden states, and they are needed; or, on a CPU,
-                tokens that the vocabulary has not.
+            DataError: Needed top tokens or hidden states of the teachers are missing; or, on a CPU, a token is outside
+                the vocabulary.
             ShapeError: The shapes do not fit.
         """
         best = self._checked(logits, teacher)
@@ -100,19 +100,19 @@ class LogitDivergence:
 
     @converts_arguments
     def with_gradient(self, logits: Tensor, teacher: TeacherTokens, weights: Tensor) -> tuple[TokenComparison, Tensor]:
-        """Compare, and differentiate the sum of weights * losses, in the logits' own place where that can be.
+        """Compare, and differentiate the sum of weights * losses, in place of the logits if possible.
 
         Args:
-            logits: [M, V / ranks] float32 or float64, that nobody else needs.
+            logits: [M, V / ranks] float32 or float64; may be overwritten.
             teacher: Of the same tokens.
-            weights: [M] of the tokens.
+            weights: [M] weights of the tokens.
 
         Returns:
             The comparison, and the gradient [M, V / ranks].
 
         Raises:
-            DataError: As in a call.
-            ShapeError: As in a call.
+            DataError: See `__call__`.
+            ShapeError: See `__call__`.
         """
         if self.options.distribution == "full":
             logits.requires_grad_()
@@ -138,7 +138,7 @@ class LogitDivergence:
         return comparison.detached(), logits
 
     def _checked(self, logits: Tensor, teacher: TeacherTokens) -> Tensor:
-        """[M, K] the student's likeliest tokens."""
+        """Check the inputs and return [M, K] the student's most likely tokens."""
         if logits.ndim != 2 or len(logits) != len(teacher):
             raise ShapeError(
                 f"logits must be [M, V] of the teacher's M = {len(teacher)} tokens; found {list(logits.shape)}. "
@@ -158,11 +158,11 @@ class LogitDivergence:
         return likeliest(logits, min(k, self.part.size), part=self.part)[1]
 
     def _compared_ids(self, teacher: TeacherTokens, best: Tensor) -> Tensor:
-        """[M, K] the tokens whose student's logprobs are compared: the teacher's, or of two vocabularies its own."""
+        """Return [M, K] tokens whose student logprobs are compared: the teacher's, or the student's own for "uld"."""
         return best if self.options.kind == "uld" else teacher.ids[:, 1:]
 
     def _on_top_k(self, log_q: Tensor, log_q_tail: Tensor, teacher: TeacherTokens) -> TokenDivergence:
-        """The divergence on the top k."""
+        """Return the divergence on the top k."""
         return top_k_divergence(
             teacher.logprobs[:, 1:].to(log_q.dtype),
             log_q,
@@ -173,7 +173,7 @@ class LogitDivergence:
         )
 
     def _compare_all(self, logits: Tensor, teacher: TeacherTokens, best: Tensor) -> TokenComparison:
-        """The divergence on the whole vocabulary, with its measures."""
+        """Return the divergence on the whole vocabulary, with its measures."""
         teacher_logits = self._teacher_logits(teacher)
         log_p = all_logprobs(teacher_logits, part=self.part, temperature=self.options.temperature)
         log_q = all_logprobs(logits, part=self.part, temperature=self.options.temperature)
@@ -189,7 +189,7 @@ class LogitDivergence:
 
     @torch.no_grad()
     def _teacher_logits(self, teacher: TeacherTokens) -> Tensor:
-        """[M, V / ranks] from the hidden states; 0 where no teacher scored."""
+        """Return [M, V / ranks] teacher logits from the hidden states; 0 where no teacher scored."""
         hidden = teacher.hidden
         if hidden is None or not self.heads:
             raise DataError(
@@ -220,7 +220,7 @@ def _refuse_unknown_tokens(teacher: TeacherTokens, num_tokens: int) -> None:
 
 
 def _is_among(ids: Tensor, others: Tensor) -> Tensor:
-    """[M, K] bool, where an id is among the others of its row."""
+    """Return [M, K] bool, True where an id is among the others of its row."""
     if not ids.shape[-1] or not others.shape[-1]:
         return torch.zeros_like(ids, dtype=torch.bool)
     ordered = others.sort(-1).values
@@ -230,7 +230,7 @@ def _is_among(ids: Tensor, others: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _masses(log_q: Tensor, teacher: TeacherTokens) -> tuple[Tensor, Tensor]:
-    """[M] the student's and the teacher's probability of the top k."""
+    """Return the student's and the teacher's probability [M] of the top k."""
     is_given = teacher.ids[:, 1:] >= 0
     of_both = (log_q, teacher.logprobs[:, 1:].to(log_q.dtype))
     student, teachers = (torch.where(is_given, of.exp(), 0.0).sum(-1) for of in of_both)
@@ -242,9 +242,9 @@ def _measured_on_top_k(found: TokenDivergence, log_q: Tensor, teacher: TeacherTo
 
     Args:
         found: The losses.
-        log_q: [M, K] the student's logprobs of what was compared.
+        log_q: [M, K] the student's logprobs of the compared tokens.
         teacher: Of the same tokens.
-        best: [M, K] the student's likeliest tokens.
+        best: [M, K] the student's most likely tokens.
     """
     return _measured(found, _masses(log_q.detach(), teacher), teacher.ids[:, 1:], best, is_scored=teacher.index >= 0)
 
@@ -252,14 +252,14 @@ def _measured_on_top_k(found: TokenDivergence, log_q: Tensor, teacher: TeacherTo
 def _measured(
     found: TokenDivergence, masses: tuple[Tensor, Tensor], ids: Tensor, best: Tensor, *, is_scored: Tensor
 ) -> TokenComparison:
-    """The losses with their measures, 0 where no teacher scored.
+    """Return the losses with their measures, 0 where no teacher scored.
 
     Args:
         found: The losses.
-        masses: [M] the student's and the teacher's probability of what was compared.
-        ids: [M, K] the teacher's likeliest tokens, -1 for none.
-        best: [M, K] the student's.
-        is_scored: [M] bool.
+        masses: [M] the student's and the teacher's probability of the compared tokens.
+        ids: [M, K] the teacher's most likely tokens, -1 for none.
+        best: [M, K] the student's most likely tokens.
+        is_scored: [M] bool, True where a teacher scored.
     """
     is_given = ids >= 0
     losses, is_clamped = found

@@ -1,4 +1,4 @@
-"""Columns of a micro-batch, as objectives read them."""
+"""Access to a micro-batch's columns for objectives."""
 
 import torch
 from torch import Tensor
@@ -9,15 +9,15 @@ from rl_distill.objectives.shapes import check_tokens
 
 
 def needed_column(micro: MicroBatch, name: str, *, who: str) -> Tensor:
-    """[T] the column of this name.
+    """Return the [T] column of a name.
 
     Args:
-        micro: Any.
-        name: Of the column.
-        who: Needs it, for the message.
+        micro: The micro-batch.
+        name: Name of the column.
+        who: The column's user, for the message.
 
     Raises:
-        DataError: It is not there.
+        DataError: The column is missing.
     """
     try:
         return micro.columns[name]
@@ -27,10 +27,10 @@ def needed_column(micro: MicroBatch, name: str, *, who: str) -> Tensor:
 
 
 def masked(values: Tensor, mask: Tensor, *, name: str) -> Tensor:
-    """[T] values, 0 where the mask [T] is False, so that neither NaN nor a gradient passes.
+    """Return [T] values, 0 where the mask [T] is False, so that neither NaN nor a gradient passes.
 
     Raises:
-        ShapeError: The values are not [T]; names them.
+        ShapeError: The values are not [T]; the message has their name.
     """
     check_tokens({"loss_mask": mask, name: values})
     return torch.where(mask, values, torch.zeros_like(values))

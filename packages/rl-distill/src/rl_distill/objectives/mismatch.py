@@ -1,6 +1,6 @@
-"""How far the engine's logprobs are from the learner's.
+"""Differences between the engine's and the learner's logprobs.
 
-Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; names of metrics as verl's.
+Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; metric names follow verl.
 """
 
 import torch
@@ -14,11 +14,11 @@ from rl_distill.objectives.ragged import row_counts, row_sums
 def mismatch_sums(
     old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, offsets: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """How far the engine's logprobs are from the learner's, as sums that add up over micro-batches and ranks.
+    """Measure how the engine's logprobs differ from the learner's, as sums over micro-batches and ranks.
 
     Args:
-        old_logprobs: [T] the learner's.
-        rollout_logprobs: [T] the engine's.
+        old_logprobs: [T] the learner's logprobs.
+        rollout_logprobs: [T] the engine's logprobs.
         loss_mask: [T] bool.
         offsets: [N + 1] int64 rows.
 
@@ -29,7 +29,7 @@ def mismatch_sums(
         `log_ppl_abs_diff`, `ppl_ratio`, and `chi2_seq`.
 
     Raises:
-        ShapeError: Shapes or dtypes other than above.
+        ShapeError: The shapes or dtypes do not match.
     """
     old = blank_masked(old_logprobs.detach(), loss_mask, offsets)
     rollout = blank_masked(rollout_logprobs.detach(), loss_mask, offsets)
@@ -40,7 +40,7 @@ def mismatch_sums(
 
 
 def _token_metrics(old: Tensor, rollout: Tensor) -> dict[str, Tensor]:
-    """[T] by name, of logprobs [T]."""
+    """Return [T] values by name from logprobs [T]."""
     log_ratio = bounded(old - rollout)
     return {
         "training/rollout_probs_diff_mean": (old.exp() - rollout.exp()).abs(),
@@ -51,7 +51,7 @@ def _token_metrics(old: Tensor, rollout: Tensor) -> dict[str, Tensor]:
 
 
 def _row_metrics(old: Tensor, rollout: Tensor, counts: Tensor, offsets: Tensor) -> dict[str, Tensor]:
-    """[N] by name, of logprobs [T] that are 0 where masked, and the rows' trained tokens [N]."""
+    """Return [N] values by name from logprobs [T], 0 where masked, and the rows' trained tokens [N]."""
     training_log_ppl = -row_sums(old, offsets) / counts.clamp(min=1)
     rollout_log_ppl = -row_sums(rollout, offsets) / counts.clamp(min=1)
     difference = training_log_ppl - rollout_log_ppl
@@ -68,5 +68,5 @@ def _row_metrics(old: Tensor, rollout: Tensor, counts: Tensor, offsets: Tensor) 
 
 
 def _masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of values where the mask is True, and how many those are; both of one shape, results scalar."""
+    """Return the sum of values where the mask is True, and their number, as scalars."""
     return torch.where(mask, values, torch.zeros_like(values)).sum(), mask.sum().to(values.dtype)

@@ -1,13 +1,13 @@
-"""What an option may be, declared beside it and refused with its name when it is something else.
+"""Rules for options, declared in their annotations; invalid values raise errors that name the option.
 
-A rule is written into the annotation, of a function's keyword option or of a dataclass's field:
+A rule is part of the annotation of a function's keyword option or a dataclass's field:
 
     @checked
     def my_loss(tokens: PolicyTokens, *, margin: Annotated[float, number(above=0.0)] = 0.2) -> TokenLosses: ...
 
-`function_with_options` and `policy_loss_with_options` check the rules when they bind options, of other packages'
-functions too; `checked` also checks a direct call, and `check_fields` a dataclass. Without a rule of its own, an option
-that is annotated float, int, bool, str, Mapping or Literal must be one; float never is NaN.
+`function_with_options` and `policy_loss_with_options` check the rules when they bind options, also for functions of
+other packages. `checked` also checks direct calls, and `check_fields` checks a dataclass. Without a rule, an option
+annotated float, int, bool, str, Mapping or Literal must have that type, and a float must not be NaN.
 """
 
 import inspect
@@ -29,27 +29,27 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class OptionRule:
-    """What one option may be.
+    """The valid values of an option.
 
     Attributes:
-        expected: For messages, after "must be": "a number in (0, 1]".
-        allows: Whether a value may stand.
+        expected: Text after "must be" in messages: "a number in (0, 1]".
+        allows: Returns whether a value is valid.
     """
 
     expected: str
     allows: Callable[[Any], bool]
 
     def or_none(self) -> "OptionRule":
-        """The same, or None."""
+        """Return a rule that also allows None."""
         return OptionRule(f"{self.expected}, or None", lambda value: value is None or self.allows(value))
 
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """A number that must be below another option's; stands beside a rule.
+    """A rule, next to another, that a number is below another option.
 
     Attributes:
-        option: Name of the other.
+        option: Name of the other option.
     """
 
     option: str
@@ -63,14 +63,14 @@ def number(
     below: float | None = None,
     can_be_inf: bool = False,
 ) -> OptionRule:
-    """A number within bounds; never NaN, and finite unless `can_be_inf`.
+    """Return the rule for a number within bounds, never NaN, and finite unless `can_be_inf`.
 
     Args:
-        at_least: Lower bound, itself allowed.
-        above: Lower bound, itself not allowed.
-        at_most: Upper bound, itself allowed.
-        below: Upper bound, itself not allowed.
-        can_be_inf: inf may stand, which mostly turns something off.
+        at_least: Inclusive lower bound.
+        above: Exclusive lower bound.
+        at_most: Inclusive upper bound.
+        below: Exclusive upper bound.
+        can_be_inf: Allow inf, which usually disables the option.
     """
     edge = (math.inf, can_be_inf)
     low, has_low = (at_least, True) if at_least is not None else (above, False) if above is not None else edge
@@ -87,7 +87,7 @@ def number(
 
 
 def whole_number(*, at_least: int | None = None) -> OptionRule:
-    """An integer, from a smallest one on."""
+    """Return the rule for an integer with a minimum."""
     return OptionRule(
         "a whole number" + ("" if at_least is None else f" of at least {at_least}"),
         lambda value: _is_whole(value) and (at_least is None or value >= at_least),
@@ -95,7 +95,7 @@ def whole_number(*, at_least: int | None = None) -> OptionRule:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number, and no bool."""
+    """Return whether a value is a real number other than a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -110,13 +110,13 @@ PLAIN_RULES: dict[object, OptionRule] = {
     str: OptionRule("a text", lambda value: isinstance(value, str)),
     Mapping: OptionRule("values by name", lambda value: isinstance(value, Mapping)),
 }
-"""For an annotation alone."""
+"""Rules of annotations without their own rule."""
 
 UnitInterval = Annotated[float, number(at_least=0.0, at_most=1.0)]
-"""A discount, for example."""
+"""A number in [0, 1], such as a discount."""
 
 Addend = Annotated[float, number(at_least=0.0)]
-"""What is added to a divisor that may be 0."""
+"""A small number added to a divisor that may be 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +124,8 @@ class DeclaredOptions:
     """The options of a function or a dataclass.
 
     Attributes:
-        annotations: Annotation of each by name.
-        defaults: Those that need not be given.
+        annotations: Annotations by option name.
+        defaults: Default values of optional options.
         takes_any: True for a function with `**options`.
     """
 
@@ -134,14 +134,14 @@ class DeclaredOptions:
     takes_any: bool = False
 
     def check(self, values: Mapping[str, Any], *, owner: str) -> None:
-        """Refuse impossible values.
+        """Check values against the rules.
 
         Args:
-            values: What is set, by name; unknown names are passed over.
-            owner: Whose options they are, for the message.
+            values: Values by name; unknown names are ignored.
+            owner: Owner of the options, for the message.
 
         Raises:
-            SettingsError: Names the option, what it may be, and what was found.
+            SettingsError: An option is invalid; the message has its name, valid values and its value.
         """
         all_values = {**self.defaults, **values}
         for name in values.keys() & self.annotations.keys():
@@ -158,7 +158,7 @@ class DeclaredOptions:
 
 
 def declared_options(function: Callable[..., Any]) -> DeclaredOptions:
-    """The keyword-only parameters of a function."""
+    """Return the keyword-only parameters of a function."""
     try:
         signature = inspect.signature(function, eval_str=True)
     except (NameError, AttributeError, TypeError):  # an annotation that names what is imported for type checks alone
@@ -173,7 +173,7 @@ def declared_options(function: Callable[..., Any]) -> DeclaredOptions:
 
 
 def checked(function: FunctionT) -> FunctionT:
-    """The function, which refuses impossible options of its own at every call, and converts its other arguments."""
+    """Decorate a function to check its options at every call and to convert its other arguments."""
     declared, name = declared_options(function), function.__name__
     converting = converts_arguments(function)
 
@@ -186,17 +186,17 @@ def checked(function: FunctionT) -> FunctionT:
 
 
 def check_fields(instance: Any, *, owner: str) -> None:
-    """Refuse impossible fields of a dataclass; for its `__post_init__`.
+    """Check the fields of a dataclass, in its `__post_init__`.
 
     Raises:
-        SettingsError: Names the field, what it may be, and what was found.
+        SettingsError: A field is invalid; the message has its name, its valid values and its value.
     """
     declared = DeclaredOptions(annotations=get_type_hints(type(instance), include_extras=True), defaults={})
     declared.check({name: getattr(instance, name) for name in declared.annotations}, owner=owner)
 
 
 def rule_of(annotation: Any) -> OptionRule | None:
-    """The rule that an annotation means; None where anything goes."""
+    """Return the rule of an annotation; None if any value is valid."""
     for mark in _marks(annotation):
         if isinstance(mark, OptionRule):
             return mark

@@ -1,6 +1,6 @@
 """The policy's objective: policy loss, KL to the reference and entropy, on one micro-batch.
 
-Source: Shao et al. 2024, arXiv:2402.03300, equation 3, with the parts named in `policy_loss`, `kl`, `correction`.
+Source: Shao et al. 2024, arXiv:2402.03300, equation 3, with the parts in `policy_loss`, `kl` and `correction`.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from rl_distill.objectives.registry import BoundPolicyLoss, policy_loss_with_opt
 from rl_distill.objectives.try_out import try_policy_loss
 
 Term = tuple[float, Tensor]
-"""Factor of a term in the loss, and its [T] values."""
+"""Factor and [T] values of a term in the loss."""
 
 WHO = "the objective"
 """In messages."""
@@ -66,10 +66,10 @@ class PolicyObjectiveOptions:
     correction_cap: WeightCap = 2.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be; the policy loss's own options are refused where they are bound.
+        """Check the options, except those of the policy loss, which are checked when bound.
 
         Raises:
-            SettingsError: Names the option, what it may be, and what was found.
+            SettingsError: An option is invalid; the message has its name, valid values and its value.
         """
         check_fields(self, owner="the policy objective")
 
@@ -78,22 +78,22 @@ class PolicyObjectiveOptions:
 class PolicyObjective:
     """An `Objective`: call it with policy_logprobs [T], entropy [T] or None, and the micro-batch.
 
-    The loss of a token is correction weight * policy loss + kl_coefficient * KL - entropy_coefficient * entropy; the
-    loss of the micro-batch is their sum with the column `loss_weights`. Nothing outside `loss_mask` counts.
+    The loss of a token is correction weight * policy loss + kl_coefficient * KL - entropy_coefficient * entropy. The
+    loss of the micro-batch is the sum of these, weighted with `loss_weights`. Tokens outside `loss_mask` are ignored.
 
-    Columns: `loss_mask`, `loss_weights` and `advantages` are needed. Without `old_logprobs` the policy is its own old
-    policy (ratio 1, gradient kept), which is exact for one update on each batch and wrong for several.
-    `reference_logprobs` gives the KL, `rollout_logprobs` the mismatch metrics. `correction_weights` are used as they
-    are, before `options.correction`. `token_selection` is what Clip-Cov and KL-Cov need. The mismatch metrics compare
-    the engine's logprobs with `old_logprobs`, or with the policy's own where these are not there.
+    Columns: `loss_mask`, `loss_weights` and `advantages` are required. Without `old_logprobs` the policy is its own old
+    policy (ratio 1, gradient kept), which is exact for one update per batch and wrong for several. The KL needs
+    `reference_logprobs`, the mismatch metrics `rollout_logprobs`, Clip-Cov and KL-Cov `token_selection`.
+    `correction_weights`, if present, replace `options.correction`. The mismatch metrics compare the engine's logprobs
+    with `old_logprobs` or, without these, with the policy's own.
 
-    Metrics: `actor/pg_loss`, `actor/kl_loss` and `actor/entropy` are means weighted with `loss_weights`; the policy
+    Metrics: `actor/pg_loss`, `actor/kl_loss` and `actor/entropy` are means weighted with `loss_weights`. The policy
     loss's diagnostics are means over trained tokens.
 
     Attributes:
         options: As given.
-        policy_loss: With its options bound.
-        kl: Estimator.
+        policy_loss: Policy loss with its options bound.
+        kl: KL estimator.
     """
 
     options: PolicyObjectiveOptions
@@ -101,12 +101,12 @@ class PolicyObjective:
     kl: KLEstimator
 
     def __call__(self, policy_logprobs: Tensor, entropy: Tensor | None, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
-        """Loss of the micro-batch and its metric sums.
+        """Return the loss of the micro-batch and its metric sums.
 
         Raises:
             ShapeError: A tensor is not [T].
             DataError: A needed column is missing.
-            SettingsError: A coefficient is set for something that the learner or the batch did not give.
+            SettingsError: A coefficient is set for a term whose input the learner or the batch lacks.
         """
         mask = needed_column(micro, "loss_mask", who=WHO)
         weights = masked(needed_column(micro, "loss_weights", who=WHO), mask, name="loss_weights")
@@ -135,11 +135,11 @@ class PolicyObjective:
         return loss, metrics
 
     def with_kl_coefficient(self, kl_coefficient: float) -> "PolicyObjective":
-        """The same objective with another weight of the KL, such as that of an `AdaptiveKL`."""
+        """Return the objective with another KL coefficient, such as that of an `AdaptiveKL`."""
         return replace(self, options=replace(self.options, kl_coefficient=kl_coefficient))
 
     def _correction_weights(self, tokens: PolicyTokens, micro: MicroBatch) -> Tensor | None:
-        """[T] importance weights, or None for none."""
+        """Return [T] importance weights, or None."""
         if "correction_weights" in micro.columns:
             return masked(micro.columns["correction_weights"], tokens.loss_mask, name="correction_weights")
         if self.options.correction == "none":
@@ -150,7 +150,7 @@ class PolicyObjective:
         )
 
     def _kl_term(self, tokens: PolicyTokens, micro: MicroBatch) -> dict[str, Term]:
-        """The KL estimates, or nothing without a reference."""
+        """Return the KL term, or nothing without a reference."""
         if "reference_logprobs" not in micro.columns:
             if self.options.kl_coefficient:
                 raise SettingsError(
@@ -162,7 +162,7 @@ class PolicyObjective:
         return {"actor/kl_loss": (self.options.kl_coefficient, self.kl(tokens.policy_logprobs, reference))}
 
     def _entropy_term(self, entropy: Tensor | None, mask: Tensor) -> dict[str, Term]:
-        """The entropies, or nothing when the learner gave none."""
+        """Return the entropy term, or nothing without entropies."""
         if entropy is None:
             if self.options.entropy_coefficient:
                 raise SettingsError(
@@ -174,10 +174,10 @@ class PolicyObjective:
 
 
 def policy_objective(options: PolicyObjectiveOptions) -> PolicyObjective:
-    """The objective that the options describe.
+    """Return the objective of the options.
 
     Raises:
-        SettingsError: An unknown name or option (with the nearest), or an impossible value.
+        SettingsError: A name or option is unknown (the message suggests the nearest), or a value is invalid.
     """
     bound = bound_policy_loss(options)
     objective = PolicyObjective(options=options, policy_loss=bound.loss, kl=KL_ESTIMATORS.get(options.kl_estimator))
@@ -186,10 +186,10 @@ def policy_objective(options: PolicyObjectiveOptions) -> PolicyObjective:
 
 
 def bound_policy_loss(options: PolicyObjectiveOptions) -> BoundPolicyLoss:
-    """The policy loss of the options, and its selection of tokens.
+    """Return the policy loss of the options with its token selection.
 
     Raises:
-        SettingsError: An unknown name or option (with the nearest), or one that is set twice.
+        SettingsError: A name or option is unknown (the message suggests the nearest), or an option is set twice.
     """
     clips = {name: getattr(options, name) for name in CLIP_OPTIONS if getattr(options, name) is not None}
     twice = sorted(clips.keys() & options.policy_loss_options.keys())
@@ -207,20 +207,20 @@ def compute_policy_loss(
     horizon: Horizon = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy loss of a whole batch, for a loop of your own: call `backward` on it.
+    """Compute the policy loss of a whole batch in your own loop; call `backward` on it.
 
     Args:
-        tokens: The batch; of several micro-batches each would be averaged by itself.
+        tokens: The whole batch; separate micro-batches would each be averaged on their own.
         policy_loss: Name in `POLICY_LOSSES`.
         aggregation: Name in `AGGREGATIONS`.
         horizon: Constant length that seq-mean-token-sum-norm divides by.
-        options: Of the policy loss, those of its selection of tokens included.
+        options: Options of the policy loss and of its token selection.
 
     Returns:
-        The loss, and its diagnostics, each the mean over trained tokens.
+        The loss and its diagnostics, each a mean over trained tokens.
 
     Raises:
-        SettingsError: Unknown name or option (with the nearest), or an impossible value.
+        SettingsError: A name or option is unknown (the message suggests the nearest), or a value is invalid.
     """
     bound = policy_loss_with_options(policy_loss, options)
     if bound.select is not None and tokens.selection is None:
@@ -235,7 +235,7 @@ def compute_policy_loss(
 
 
 def _diagnostic_sums(computed: TokenLosses, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """(sum over trained tokens, their number) of each diagnostic."""
+    """Return (sum over trained tokens, their number) of each diagnostic."""
     count = mask.sum()
     return {
         name: (masked(values.detach(), mask, name=name).sum(), count.to(values.dtype))

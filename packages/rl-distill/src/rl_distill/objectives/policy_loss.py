@@ -1,7 +1,6 @@
-"""What a policy loss is on packed tokens, and PPO's clip.
+"""The interface of policy losses on packed tokens, and PPO's clip.
 
-The other families are in `sequence_policy_loss`, `weighted_policy_loss`, `soft_policy_loss` and
-`covariance_policy_loss`.
+Other families are in `sequence_policy_loss`, `weighted_policy_loss`, `soft_policy_loss` and `covariance_policy_loss`.
 
 Source: PPO's clip, Schulman et al. 2017, arXiv:1707.06347; separate clip_high, DAPO, Yu et al. 2025,
 arXiv:2503.14476; dual clip, Ye et al. 2020, arXiv:1912.09729.
@@ -28,27 +27,27 @@ from rl_distill.objectives.shapes import (
 )
 
 ClipLow = Annotated[float, number(at_least=0.0, below=1.0)]
-"""Ratios are held above 1 - clip_low, which must be above 0."""
+"""Clip range below: ratios stay above 1 - clip_low, which must be above 0."""
 
 ClipHigh = Annotated[float, number(at_least=0.0, can_be_inf=True)]
-"""Ratios are held below 1 + clip_high."""
+"""Clip range above: ratios stay below 1 + clip_high."""
 
 
 @record
 class PolicyTokens:
-    """What a policy loss is made from: whole trajectories packed end to end.
+    """Inputs of a policy loss: whole trajectories packed end to end.
 
-    Outside loss_mask the three float tensors read 0, whatever was given: neither a value nor a gradient passes. Only
+    The three float tensors are set to 0 outside loss_mask, so that neither values nor gradients pass. Only
     policy_logprobs keep their gradient.
 
     Attributes:
         policy_logprobs: [T] float.
-        old_logprobs: [T] float, of the policy before this batch's updates.
+        old_logprobs: [T] float, from the policy before this batch's updates.
         advantages: [T] float.
         loss_mask: [T] bool.
         offsets: [N + 1] int64 rows.
-        selection: [T] bool, tokens that the loss treats apart; None where the batch has none. Which ones is decided
-            over the global batch (`covariance_policy_loss`), so that micro-batches do not change it.
+        selection: [T] bool, tokens that the loss treats separately; None if the batch has no selection. It is made over
+            the global batch (`covariance_policy_loss`), independent of micro-batches.
     """
 
     policy_logprobs: Tensor
@@ -59,7 +58,7 @@ class PolicyTokens:
     selection: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Check shapes, and blank what is masked."""
+        """Check shapes, and set masked values to 0."""
         floats = ("policy_logprobs", "old_logprobs", "advantages")
         if self.selection is not None:
             check_tokens({"loss_mask": self.loss_mask, "selection": self.selection})
@@ -83,18 +82,18 @@ class PolicyTokens:
         old_logprobs: Tensor | None = None,
         selection: Tensor | None = None,
     ) -> "PolicyTokens":
-        """The same from padded rows [B, T], on either side.
+        """Create packed tokens from rows [B, T] padded on either side.
 
         Args:
             policy_logprobs: [B, T] float, with gradient.
             loss_mask: [B, T] bool, or integers that are 0 where a token does not train.
             advantages: [B, T], or [B] for all tokens of a row.
-            old_logprobs: [B, T]; None takes policy_logprobs without gradient: the first update on a batch.
+            old_logprobs: [B, T]; None uses policy_logprobs without gradient, for the first update on a batch.
             selection: [B, T] bool.
 
         Raises:
-            ShapeError: A tensor is not [B, T], or the mask is of floats.
-            DataError: On a CPU: a logprob of a token that trains is above 0.
+            ShapeError: A tensor is not [B, T], or the mask is a float tensor.
+            DataError: On a CPU: a logprob of a trained token is above 0.
         """
         loss_mask = as_mask(loss_mask)
         padded = {
@@ -122,11 +121,11 @@ class PolicyTokens:
 
 @record
 class TokenLosses:
-    """What a policy loss gives.
+    """Result of a policy loss.
 
     Attributes:
-        losses: [T], to be summed with the tokens' weights; values outside loss_mask do not count.
-        diagnostics: [T] values by metric name, without gradient, to be averaged over trained tokens.
+        losses: [T] losses, to sum with the tokens' weights; values outside loss_mask are ignored.
+        diagnostics: [T] values by metric name, without gradient, to average over trained tokens.
     """
 
     losses: Tensor
@@ -134,8 +133,9 @@ class TokenLosses:
 
 
 PolicyLoss = Callable[..., TokenLosses]
-"""(PolicyTokens, **options) -> TokenLosses. A token's loss depends on no other trajectory, so that losses add up over
-micro-batches; it may depend on the tokens of its own."""
+"""(PolicyTokens, **options) -> TokenLosses. A token's loss may depend on its own trajectory but on no other, so that
+micro-batches add up.
+"""
 
 
 @checked
@@ -150,12 +150,12 @@ def ppo_clip(
 
     Args:
         tokens: Packed tokens.
-        clip_low: The ratio's gain ends at 1 - clip_low where the advantage is negative.
-        clip_high: The ratio's gain ends at 1 + clip_high where the advantage is positive.
-        dual_clip: Where the advantage is negative the loss is at most dual_clip * |advantage|; math.inf turns it off.
+        clip_low: Ratios below 1 - clip_low get no gradient where the advantage is negative.
+        clip_high: Ratios above 1 + clip_high get no gradient where the advantage is positive.
+        dual_clip: Bound of the loss at negative advantages, dual_clip * |advantage|; math.inf disables it.
 
     Returns:
-        Losses and `actor/pg_clipfrac`, `actor/pg_clipfrac_lower` (dual clip), `actor/ppo_kl` (k1 of old to policy).
+        Losses and `actor/pg_clipfrac`, `actor/pg_clipfrac_lower` (dual clip), `actor/ppo_kl` (k1 from old to policy).
 
     Raises:
         SettingsError: clip_low outside [0, 1), clip_high below 0, or dual_clip not above 1.
@@ -176,7 +176,7 @@ def ppo_clip(
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """PPO's loss of ratios [T], and [T] 1 where the clip took its gradient away, else 0."""
+    """Return PPO's loss of ratios [T], and [T] 1 where the clip removed the gradient, else 0."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return torch.maximum(plain, bounded), (bounded > plain).to(plain.dtype)

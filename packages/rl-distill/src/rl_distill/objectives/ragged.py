@@ -1,4 +1,4 @@
-"""Sums over the rows of packed tensors, and values spread back from rows to tokens; no loop over rows."""
+"""Reductions over the rows of packed tensors, and broadcasts from rows to tokens, without loops over rows."""
 
 import torch
 from torch import Tensor
@@ -7,31 +7,31 @@ from rl_core.record_fields import converts_arguments
 
 
 def padded_offsets(padded: Tensor) -> Tensor:
-    """[B + 1] int64 offsets of the rows of [B, T], which lie end to end when they are flattened, padding included."""
+    """Return [B + 1] int64 offsets of the rows of [B, T] in the flattened tensor, including padding."""
     rows, width = padded.shape
     return torch.arange(rows + 1, device=padded.device) * width
 
 
 def row_index(offsets: Tensor, *, num_tokens: int) -> Tensor:
-    """[T] int64 row of each token, for rows [offsets[i]:offsets[i + 1]]."""
+    """Return [T] int64 row of each token, for rows [offsets[i]:offsets[i + 1]]."""
     rows = torch.arange(len(offsets) - 1, device=offsets.device)
     return torch.repeat_interleave(rows, offsets.diff(), output_size=num_tokens)
 
 
 def row_sums(values: Tensor, offsets: Tensor) -> Tensor:
-    """[N] sum of each row of packed values [T]."""
+    """Return [N] sum of each row of packed values [T]."""
     sums = torch.zeros(len(offsets) - 1, dtype=values.dtype, device=values.device)
     return sums.index_add(0, row_index(offsets, num_tokens=len(values)), values)
 
 
 def row_means(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """[N] mean of each row's values [T] where the mask [T] is True; 0 in a row without any."""
+    """Return [N] mean of each row's values [T] where the mask [T] is True; 0 in a row without any."""
     sums = row_sums(torch.where(mask, values, torch.zeros_like(values)), offsets)
     return sums / row_counts(mask, offsets).clamp(min=1)
 
 
 def row_maxima(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """[N] largest of each row's values [T] where the mask [T] is True; 0 in a row without any."""
+    """Return [N] maximum of each row's values [T] where the mask [T] is True; 0 in a row without any."""
     lowest = torch.where(mask, values, torch.full_like(values, -torch.inf))
     start = torch.full((len(offsets) - 1,), -torch.inf, dtype=values.dtype, device=values.device)
     largest = start.scatter_reduce(0, row_index(offsets, num_tokens=len(values)), lowest, "amax")
@@ -39,18 +39,18 @@ def row_maxima(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
 
 
 def row_counts(mask: Tensor, offsets: Tensor) -> Tensor:
-    """[N] int64 number of True tokens of each row of a packed mask [T]."""
+    """Return [N] int64 number of True tokens of each row of a packed mask [T]."""
     return row_sums(mask.to(torch.int64), offsets)
 
 
 @converts_arguments
 def spread_rows(row_values: Tensor, offsets: Tensor, *, num_tokens: int) -> Tensor:
-    """[T] value of each token's row, from [N]."""
+    """Return [T] the value of each token's row, from [N]."""
     return row_values[row_index(offsets, num_tokens=num_tokens)]
 
 
 def discounted_sums(values: Tensor, offsets: Tensor, *, discount: float) -> Tensor:
-    """Sum of what follows in the row, each token further on counting `discount` times as much.
+    """Return discounted sums from each token to the end of its row.
 
     Args:
         values: [T] float.
@@ -58,8 +58,8 @@ def discounted_sums(values: Tensor, offsets: Tensor, *, discount: float) -> Tens
         discount: In [0, 1].
 
     Returns:
-        [T] with sums[t] = values[t] + discount * sums[t + 1] within each row, in as many steps as the longest row's
-        length has bits; a running product of discounts would lose all digits in a long row.
+        [T] with sums[t] = values[t] + discount * sums[t + 1] within each row. Takes as many steps as the longest row's
+        length has bits; a running product of discounts would lose all precision in a long row.
     """
     rows = row_index(offsets, num_tokens=len(values))
     longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
@@ -72,7 +72,7 @@ def discounted_sums(values: Tensor, offsets: Tensor, *, discount: float) -> Tens
 
 
 def next_values(values: Tensor, offsets: Tensor) -> Tensor:
-    """[T] value of the token that follows in the row, 0 at the last."""
+    """Return [T] value of the next token in the row, 0 at the last token."""
     following = torch.zeros_like(values)
     rows = row_index(offsets, num_tokens=len(values))
     following[:-1] = torch.where(rows[:-1] == rows[1:], values[1:], torch.zeros_like(values[1:]))

@@ -1,6 +1,6 @@
-"""Advantages and policy losses by name; other packages add theirs by entry point.
+"""Registries of advantages and policy losses; other packages add to them through entry points.
 
-Aggregations, KL estimators, session rules and rejection criteria have their registries where they are defined.
+Registries of aggregations, KL estimators, session rules and rejection criteria are in their own modules.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -66,7 +66,7 @@ class BoundPolicyLoss:
 
     Attributes:
         loss: (PolicyTokens) -> TokenLosses.
-        select: (old_logprobs, advantages, loss_mask) -> [T] bool over the global batch; None where the loss treats all
+        select: (old_logprobs, advantages, loss_mask) -> [T] bool over the global batch; None if the loss treats all
             tokens alike.
     """
 
@@ -75,10 +75,10 @@ class BoundPolicyLoss:
 
 
 def policy_loss_with_options(name: str, options: Mapping[str, Any]) -> BoundPolicyLoss:
-    """The policy loss of this name, and its selection of tokens, each with those of the options that are its own.
+    """Return the policy loss of a name and its token selection, each with its own options bound.
 
     Raises:
-        SettingsError: There is no such loss, or it has no such option, or the option cannot have that value.
+        SettingsError: The loss or an option is unknown, or an option's value is invalid.
     """
     loss, owner = POLICY_LOSSES.get(name), f"policy loss {name!r}"
     select = selection_of(loss)
@@ -93,10 +93,10 @@ def policy_loss_with_options(name: str, options: Mapping[str, Any]) -> BoundPoli
 
 
 def function_with_options(registry: Registry[FunctionT], name: str, options: Mapping[str, Any]) -> FunctionT:
-    """The function of this name with keyword options bound.
+    """Return the function of a name with keyword options bound.
 
     Raises:
-        SettingsError: There is no such function, or it has no such option, or the option cannot have that value.
+        SettingsError: The function or an option is unknown, or an option's value is invalid.
     """
     return _bind(registry.get(name), options, owner=f"{registry.kind} {name!r}")
 

@@ -1,10 +1,10 @@
-"""Rejection: tokens or trajectories on which engine and learner differ too much do not train.
+"""Rejection of tokens or trajectories on which engine and learner differ too much.
 
-A criterion is a statistic of token estimates of KL(rollout || old): k1 = log(rollout / old), k2 = k1^2 / 2 and k3 =
-old / rollout - 1 - log(old / rollout); of the token itself, or of its trajectory's sum, mean or maximum.
+A criterion is a statistic of token estimates of KL(rollout || old): k1 = log(rollout / old), k2 = k1^2 / 2 and k3 = old
+/ rollout - 1 - log(old / rollout). It uses the token's own estimate, or its trajectory's sum, mean or maximum.
 
 Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; Liu et al. 2025, "When speed kills stability",
-https://richardli.xyz/rl-collapse; names of criteria as verl's.
+https://richardli.xyz/rl-collapse; criterion names follow verl.
 """
 
 import math
@@ -22,8 +22,9 @@ from rl_distill.objectives.option_rules import is_number
 from rl_distill.objectives.ragged import row_counts, row_maxima, row_means, row_sums, spread_rows
 
 Bound = float | tuple[float, float]
-"""Of a k1 criterion: (low, high) limits of exp(statistic), where one number x means (1 / x, x). Of a k2 or k3
-criterion: the largest statistic."""
+"""For k1 criteria, (low, high) limits of exp(statistic); one number x means (1 / x, x). For k2 and k3 criteria, the
+maximum statistic.
+"""
 
 TokenStatistic = Callable[[Tensor], Tensor]
 """log(old / rollout) [T] -> estimates [T]."""
@@ -46,12 +47,12 @@ def _sums(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Criterion:
-    """What a token or a trajectory is judged by.
+    """A statistic that accepts or rejects a token or a trajectory.
 
     Attributes:
-        of_token: Gives each token's estimate.
-        of_row: Gives each trajectory's statistic from its tokens' estimates; None judges each token by itself.
-        is_signed: True for k1, which is bounded on both sides.
+        of_token: Computes each token's estimate.
+        of_row: Computes each trajectory's statistic from its tokens' estimates; None judges tokens one by one.
+        is_signed: True for k1, which has bounds on both sides.
     """
 
     of_token: TokenStatistic
@@ -75,14 +76,15 @@ REJECTION_CRITERIA: Registry[Criterion] = Registry(
     },
     group="rl_distill.rejection_criteria",
 )
-"""token_k1, token_k2, token_k3; seq_sum_*, seq_mean_*, seq_max_* of the same, but for seq_max_k1, which would look at
-one sign alone."""
+"""token_k1, token_k2, token_k3, and each as seq_sum_*, seq_mean_* and seq_max_*; except seq_max_k1, which would only
+see one sign.
+"""
 
 
 def _judge(
     log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, criterion: Criterion, bound: Bound
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Apply one criterion: which tokens [T] pass, and what it found."""
+    """Apply one criterion; return the tokens [T] that pass, and its metrics."""
     low, high = rejection_limits(bound, is_signed=criterion.is_signed)
     values = criterion.of_token(bounded(blank_masked(log_ratio, loss_mask, offsets)))
     values = torch.where(loss_mask, values, torch.zeros_like(values))
@@ -98,10 +100,10 @@ def _judge(
 
 
 def rejection_limits(bound: Bound, *, is_signed: bool) -> tuple[float | None, float]:
-    """Smallest and largest statistic that pass.
+    """Return the minimum and maximum statistic that pass.
 
     Raises:
-        SettingsError: A limit is not above 0, low is above high, or a k2 or k3 criterion got two.
+        SettingsError: A limit is not above 0, low is above high, or a k2 or k3 criterion has two limits.
     """
     parts = tuple(bound) if isinstance(bound, tuple | list) else (bound,)
     is_positive = all(is_number(part) and part > 0 for part in parts)
@@ -126,7 +128,7 @@ def rejection_mask(
     *,
     bounds: Mapping[str, Bound],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The tokens that still train after every criterion had its say, and what the criteria found.
+    """Return the tokens that pass all criteria, and the criteria's metrics.
 
     Args:
         log_ratio: [T] old_logprobs - rollout_logprobs; anything where masked.
@@ -135,12 +137,12 @@ def rejection_mask(
         bounds: Bound of each criterion by name; all must pass.
 
     Returns:
-        [T] bool mask, True only where loss_mask is. Scalars by name, `rollout_corr/rollout_rs_{criterion}_*` and
-        `rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction}`; none when nothing trains.
+        [T] bool mask, True only where loss_mask is; and scalars by name, `rollout_corr/rollout_rs_{criterion}_*` and
+        `rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction}`, or {} if no token trains.
 
     Raises:
-        ShapeError: Shapes or dtypes other than above.
-        SettingsError: Unknown criterion, or an impossible bound.
+        ShapeError: The shapes or dtypes do not match.
+        SettingsError: A criterion is unknown, or a bound is invalid.
     """
     keep, metrics = loss_mask, dict[str, Tensor]()
     for name, bound in bounds.items():
@@ -157,7 +159,7 @@ def rejection_mask(
 def _statistics(
     of_tokens: Tensor, of_rows: Tensor, judged: Tensor, *, low: float | None, high: float
 ) -> dict[str, Tensor]:
-    """Of a statistic over trained tokens and over trajectories, `judged` being those of the two that it judges."""
+    """Return metrics of a statistic over trained tokens and trajectories; `judged` is the one that it judges."""
     clamped = of_tokens.clamp(min=0.0 if low is None else low, max=high)
     statistics = {
         "mean": of_tokens.mean(),
@@ -177,17 +179,17 @@ def _statistics(
 
 
 def _share(is_outside: Tensor) -> Tensor:
-    """Share of True in [K]."""
+    """Return the share of True in [K]."""
     return is_outside.float().mean()
 
 
 def _share_below(values: Tensor, low: float | None) -> Tensor:
-    """Share of values [K] below a limit; 0 without one."""
+    """Return the share of values [K] below a limit; 0 without a limit."""
     return _share(torch.zeros_like(values, dtype=torch.bool) if low is None else values < low)
 
 
 def _masked_fractions(prefix: str, keep: Tensor, loss_mask: Tensor, offsets: Tensor) -> dict[str, Tensor]:
-    """Share of trained tokens that were rejected, and of trajectories that lost one."""
+    """Return the share of rejected tokens, and of trajectories with a rejected token."""
     if not bool(loss_mask.any()):
         return {}
     rejected = row_counts(loss_mask & ~keep, offsets)[row_counts(loss_mask, offsets) > 0]

@@ -1,4 +1,4 @@
-"""What advantages are made from, and the two ways of every estimator: by session, or by token."""
+"""Inputs of advantage estimators, and their two forms: by session or by token."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from rl_distill.objectives.sessions import SessionCredit, SessionRows, SessionRu
 from rl_distill.objectives.shapes import check_mask, check_offsets, check_rows, check_tokens
 
 EXTRA_REWARDS = "token_rewards"
-"""Token column of rewards besides the trajectory's own, such as a KL penalty."""
+"""Token column of rewards added to the trajectory's own, such as a KL penalty."""
 
 SessionEstimate = Callable[[Tensor, Tensor], Tensor]
 """(rewards [S], group [S] int64) of sessions -> [S] advantages."""
@@ -21,18 +21,18 @@ SessionEstimate = Callable[[Tensor, Tensor], Tensor]
 
 @record
 class RewardedRows:
-    """What advantages are made from: the trajectories of a global batch, packed.
+    """Inputs of advantage estimators: the packed trajectories of a global batch.
 
     Attributes:
         rewards: [N] float, finite.
-        group: [N] int64, equal for the trajectories of one prompt.
-        session: [N] int64, equal within a group for the trajectories of one session.
-        output: [N] int64, orders the trajectories of a session.
+        group: [N] int64 prompt of each trajectory.
+        session: [N] int64 session of each trajectory within its group.
+        output: [N] int64 position of each trajectory in its session.
         loss_mask: [T] bool.
         offsets: [N + 1] int64 rows of the token tensors.
         columns: [T] further token columns by name, such as a critic's `values` and `token_rewards`.
         row_columns: [N] further row columns by name, such as `reward_baseline` and `reward/COMPONENT`.
-        session_rule: For sessions that gave several trajectories.
+        session_rule: Rule for sessions with several trajectories.
     """
 
     rewards: Tensor
@@ -46,7 +46,7 @@ class RewardedRows:
     session_rule: SessionRule = last
 
     def __post_init__(self) -> None:
-        """Check shapes, and that every reward is there."""
+        """Check shapes, and that every reward is finite."""
         rows = {name: getattr(self, name) for name in ("rewards", "group", "session", "output")}
         check_rows({**rows, **self.row_columns})
         check_rows({"offsets[:-1]": self.offsets[:-1], "rewards": self.rewards})
@@ -61,19 +61,19 @@ class RewardedRows:
             )
 
     def column(self, name: str) -> Tensor:
-        """[T] a token column, 0 where masked.
+        """Return a token column [T], 0 where masked.
 
         Raises:
-            DataError: It is not there.
+            DataError: The column is missing.
         """
         values = _needed(name, self.columns)
         return torch.where(self.loss_mask, values, torch.zeros_like(values))
 
     def row_column(self, name: str) -> Tensor:
-        """[N] a row column.
+        """Return a row column [N].
 
         Raises:
-            DataError: It is not there, or not finite.
+            DataError: The column is missing or not finite.
         """
         values = _needed(name, self.row_columns)
         if not bool(values.isfinite().all()):
@@ -81,14 +81,14 @@ class RewardedRows:
         return values
 
     def total_rewards(self) -> Tensor:
-        """[N] each trajectory's reward with the sum of its `token_rewards`."""
+        """Return [N] each trajectory's reward plus the sum of its `token_rewards`."""
         if EXTRA_REWARDS not in self.columns:
             return self.rewards
         added = row_sums(self.column(EXTRA_REWARDS).double(), self.offsets)
         return (self.rewards.double() + added).to(self.rewards.dtype)
 
     def credit(self, rewards: Tensor) -> SessionCredit:
-        """What the session rule makes of rewards [N]."""
+        """Apply the session rule to rewards [N]."""
         pairs = torch.stack([self.group, self.session], dim=1)
         sessions, session_of_row = torch.unique(pairs, dim=0, return_inverse=True)
         by_output = torch.argsort(self.output, stable=True)
@@ -101,20 +101,21 @@ class RewardedRows:
 
 
 AdvantageEstimator = Callable[..., Mapping[str, Tensor]]
-"""(RewardedRows, **options) -> token columns [T] by name: `advantages`, and `returns` where a critic trains. 0 where
-masked."""
+"""(RewardedRows, **options) -> token columns [T] by name, 0 where masked: `advantages`, and `returns` if a critic
+trains.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """The items that are compared within a group: sessions, unless the session rule says otherwise.
+    """The items compared within a group: sessions by default, or those of the session rule.
 
     Attributes:
         rewards: [U] float.
         group: [U] int64.
         num_tokens: [U] int64 trained tokens.
         of_row: [N] int64 unit of each row.
-        share: [N] float, what a unit's advantage is multiplied by for each row.
+        share: [N] float factor of the unit's advantage for each row.
     """
 
     rewards: Tensor
@@ -125,11 +126,11 @@ class Units:
 
 
 def units_of(rows: RewardedRows, rewards: Tensor | None = None) -> Units:
-    """The units of a batch, with their rewards by the session rule.
+    """Return the units of a batch, with their rewards by the session rule.
 
     Args:
         rows: The batch.
-        rewards: [N] float; None takes `total_rewards`.
+        rewards: [N] float; None uses `total_rewards`.
     """
     credit = rows.credit(rows.total_rewards() if rewards is None else rewards)
     num_units = int(credit.unit.max()) + 1 if len(credit.unit) else 0
@@ -144,16 +145,16 @@ def units_of(rows: RewardedRows, rewards: Tensor | None = None) -> Units:
 
 
 def spread_units(rows: RewardedRows, units: Units, advantages: Tensor) -> Tensor:
-    """[T] advantages of units [U], on the trained tokens of their trajectories; 0 where masked."""
+    """Spread advantages of units [U] to the trained tokens [T] of their trajectories; 0 where masked."""
     of_tokens = spread_rows(advantages[units.of_row] * units.share, rows.offsets, num_tokens=len(rows.loss_mask))
     return torch.where(rows.loss_mask, of_tokens, torch.zeros_like(of_tokens))
 
 
 def session_advantages(rows: RewardedRows, estimate: SessionEstimate) -> Tensor:
-    """Advantages of sessions, spread to the trained tokens of their trajectories.
+    """Return advantages of sessions, spread to the trained tokens of their trajectories.
 
-    By the default session rule a session's reward is that of its last trajectory, and all of its trajectories get the
-    advantage. A session that gave none is absent from its group.
+    By default, a session's reward is that of its last trajectory, and all of its trajectories get the advantage. A
+    session without trajectories is absent from its group.
 
     Returns:
         [T] in the rewards' dtype, 0 where masked.
@@ -163,7 +164,7 @@ def session_advantages(rows: RewardedRows, estimate: SessionEstimate) -> Tensor:
 
 
 def episodes_of(rows: RewardedRows) -> tuple[Tensor, Tensor, Tensor]:
-    """The trained tokens of a batch alone, each trajectory an episode of its own that ends with its session's reward.
+    """Return only the trained tokens, each trajectory as an episode that ends with its session's reward.
 
     Returns:
         [M] float64 rewards: `token_rewards`, and at each trajectory's last trained token its session's reward;
@@ -183,7 +184,7 @@ def episodes_of(rows: RewardedRows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def unmasked(values: Tensor, rows: RewardedRows) -> Tensor:
-    """[T] in the rewards' dtype from values of the trained tokens [M], 0 where masked."""
+    """Return [T] in the rewards' dtype from values of the trained tokens [M], 0 where masked."""
     empty = torch.zeros(len(rows.loss_mask), dtype=rows.rewards.dtype, device=values.device)
     return empty.masked_scatter(rows.loss_mask, values.to(rows.rewards.dtype))
 

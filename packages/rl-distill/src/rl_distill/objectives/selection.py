@@ -1,4 +1,4 @@
-"""Policy losses that treat some tokens apart name the function that selects them over the global batch."""
+"""Link between a policy loss and the function that selects its tokens over the global batch."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,9 +12,9 @@ LossT = TypeVar("LossT", bound=Callable[..., Any])
 
 
 def selects_with(select: TokenSelection) -> Callable[[LossT], LossT]:
-    """Mark a policy loss as one that needs `PolicyTokens.selection`, and say how it is made.
+    """Declare the function that computes `PolicyTokens.selection` for a policy loss.
 
-    The selection's keyword options are set with the loss's own.
+    Users set the selection's keyword options together with the loss's own.
     """
 
     def mark(loss: LossT) -> LossT:
@@ -25,6 +25,6 @@ def selects_with(select: TokenSelection) -> Callable[[LossT], LossT]:
 
 
 def selection_of(loss: Callable[..., Any]) -> TokenSelection | None:
-    """The function that selects tokens for a policy loss, or None where it needs none."""
+    """Return the function that selects tokens for a policy loss, or None."""
     found: TokenSelection | None = getattr(loss, "selection", None)
     return found

@@ -1,7 +1,7 @@
-"""Policy losses whose ratio is that of the whole response: GSPO and GMPO.
+"""Policy losses on the ratio of the whole response: GSPO and GMPO.
 
-Both take the geometric mean of the tokens' ratios, which does not explode with the length. Their papers give every
-trajectory the same weight: aggregate with seq-mean-token-mean.
+Both use the geometric mean of the tokens' ratios, which does not explode with length. Their papers weight all
+trajectories equally: aggregate with seq-mean-token-mean.
 
 Source: GSPO, Zheng et al. 2025, arXiv:2507.18071, section 4.3 (its token form); GMPO, Zhao et al. 2025,
 arXiv:2507.20673.
@@ -17,27 +17,27 @@ from rl_distill.objectives.policy_loss import ClipHigh, ClipLow, PolicyTokens, T
 from rl_distill.objectives.ragged import row_means, spread_rows
 
 LOG_SEQUENCE_RATIO_BOUND = 10.0
-"""GSPO's log ratios are clamped from above to this before exp; beyond it the gradient is 0."""
+"""Upper bound of GSPO's log ratios before exp; beyond it the gradient is 0."""
 
 
 LogRatioBound = Annotated[float, number(at_least=0.0, can_be_inf=True)]
-"""Distance of a log ratio from 0."""
+"""Maximum distance of a log ratio from 0."""
 
 
 @checked
 def gspo(tokens: PolicyTokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> TokenLosses:
     """Group sequence policy optimization: PPO's clip on the response's ratio.
 
-    The gradient of a token is that of its own logprob with the weight of the response's ratio, which is how GSPO
-    allows for advantages that differ from token to token.
+    A token's gradient is that of its own logprob times the response's ratio; GSPO thus allows advantages that differ
+    between tokens.
 
     Args:
         tokens: Packed tokens.
-        clip_low: The ratio's gain ends at 1 - clip_low where the advantage is negative.
-        clip_high: The ratio's gain ends at 1 + clip_high where the advantage is positive.
+        clip_low: Ratios below 1 - clip_low get no gradient where the advantage is negative.
+        clip_high: Ratios above 1 + clip_high get no gradient where the advantage is positive.
 
     Returns:
-        Losses and `actor/pg_clipfrac`, `actor/ppo_kl` (k1 of old to policy).
+        Losses and `actor/pg_clipfrac`, `actor/ppo_kl` (k1 from old to policy).
 
     Raises:
         SettingsError: clip_low outside [0, 1), or clip_high below 0.
@@ -54,12 +54,12 @@ def gspo(tokens: PolicyTokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh 
 
 @checked
 def geo_mean(tokens: PolicyTokens, *, clip_low: LogRatioBound = 0.4, clip_high: LogRatioBound = 0.4) -> TokenLosses:
-    """Geometric-mean policy optimization: token ratios are clipped, then averaged in the exponent.
+    """Geometric-mean policy optimization: clips token log ratios, then averages them.
 
     Args:
-        tokens: Packed tokens; a response's advantage is the mean of its tokens'.
-        clip_low: A token's log ratio is held above -clip_low where its advantage is negative.
-        clip_high: A token's log ratio is held below clip_high where its advantage is positive.
+        tokens: Packed tokens; a response's advantage is the mean of its tokens' advantages.
+        clip_low: A token's log ratio stays above -clip_low where its advantage is negative.
+        clip_high: A token's log ratio stays below clip_high where its advantage is positive.
 
     Returns:
         Losses, the same for all tokens of a response, and `actor/pg_clipfrac` (clipped at positive advantages),
@@ -86,6 +86,6 @@ def geo_mean(tokens: PolicyTokens, *, clip_low: LogRatioBound = 0.4, clip_high: 
 
 
 def _sequence_means(values: Tensor, tokens: PolicyTokens) -> Tensor:
-    """[T] mean over the trained tokens of each token's response."""
+    """Return [T] mean over the trained tokens of each token's response."""
     means = row_means(values, tokens.loss_mask, tokens.offsets)
     return spread_rows(means, tokens.offsets, num_tokens=tokens.num_tokens)

@@ -1,7 +1,7 @@
-"""Session rules: what a session is worth that gave several trajectories, and which of them learn from it.
+"""Session rules: the reward of a session with several trajectories, and which of these get the advantage.
 
-A rule makes *units*, the items that an advantage estimator compares within the group of a prompt, and says with which
-share a unit's advantage goes to each of its trajectories.
+A rule forms *units*, the items that an advantage estimator compares within the group of a prompt, and sets the share of
+a unit's advantage that each of its trajectories gets.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from rl_distill.objectives.shapes import check_rows
 
 @record
 class SessionRows:
-    """What a rule is told: the trajectories of a global batch.
+    """Inputs of a session rule: the trajectories of a global batch.
 
     Attributes:
-        rewards: [N] float, each trajectory's own.
-        session: [N] int64 from 0, different for each session of each group.
+        rewards: [N] float reward of each trajectory.
+        session: [N] int64 session index from 0, unique over all groups.
         is_last: [N] bool, True for the last trajectory of each session.
     """
 
@@ -31,12 +31,12 @@ class SessionRows:
 
 @record
 class SessionCredit:
-    """What a rule gives.
+    """Result of a session rule.
 
     Attributes:
-        unit: [N] int64 from 0 without gaps; rows of one unit are compared with others as one item.
-        rewards: [N] float, reward of each row's unit: the same for all rows of a unit.
-        share: [N] float, what the unit's advantage is multiplied by for each row.
+        unit: [N] int64 unit of each row, from 0 without gaps; the rows of a unit are compared as one item.
+        rewards: [N] float reward of each row's unit.
+        share: [N] float factor of the unit's advantage for each row.
     """
 
     unit: Tensor
@@ -53,20 +53,20 @@ SessionRule = Callable[[SessionRows], SessionCredit]
 
 
 def last(rows: SessionRows) -> SessionCredit:
-    """A session is worth what its last trajectory is; all of its trajectories get the advantage."""
+    """Use the last trajectory's reward; all trajectories of the session get the advantage."""
     of_sessions = rows.rewards.new_zeros(_num_sessions(rows))
     of_sessions[rows.session[rows.is_last]] = rows.rewards[rows.is_last]
     return SessionCredit(unit=rows.session, rewards=of_sessions[rows.session], share=torch.ones_like(rows.rewards))
 
 
 def last_only(rows: SessionRows) -> SessionCredit:
-    """A session is worth what its last trajectory is; that one alone gets the advantage, the others 0."""
+    """Use the last trajectory's reward; only this trajectory gets the advantage, the others get 0."""
     credit = last(rows)
     return SessionCredit(unit=credit.unit, rewards=credit.rewards, share=rows.is_last.to(rows.rewards.dtype))
 
 
 def mean(rows: SessionRows) -> SessionCredit:
-    """A session is worth the mean of its trajectories' rewards; all of them get the advantage."""
+    """Use the mean of the trajectories' rewards; all trajectories of the session get the advantage."""
     counts = torch.bincount(rows.session)
     sums = rows.rewards.new_zeros(len(counts), dtype=torch.float64)
     means = sums.index_add(0, rows.session, rows.rewards.double()) / counts
@@ -78,7 +78,7 @@ def mean(rows: SessionRows) -> SessionCredit:
 
 
 def each(rows: SessionRows) -> SessionCredit:
-    """Every trajectory counts as a session of its own, with its own reward and advantage."""
+    """Treat every trajectory as its own session, with its own reward and advantage."""
     unit = torch.arange(len(rows.rewards), device=rows.rewards.device)
     return SessionCredit(unit=unit, rewards=rows.rewards, share=torch.ones_like(rows.rewards))
 

@@ -1,4 +1,4 @@
-"""Entry checks of the objectives: shapes and dtypes, said as expected, found, what to do."""
+"""Checks of the objectives' inputs: shapes and dtypes."""
 
 from collections.abc import Mapping
 
@@ -7,20 +7,20 @@ import torch
 from rl_core.errors import DataError, ShapeError
 
 AGREEMENT = 1e-2
-"""How far a logprob may be above 0, and two of one token apart, by rounding."""
+"""Tolerance for rounding: of a logprob above 0, and between two logprobs of one token."""
 
 
 def check_tokens(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Refuse token tensors that are not 1-D and equally long.
+    """Check that token tensors are 1-D and equally long.
 
     Args:
-        tensors: Name and [T] tensor each; the first sets T.
+        tensors: Pairs of name and [T] tensor; the first determines T.
 
     Returns:
         T.
 
     Raises:
-        ShapeError: One of them is not [T].
+        ShapeError: A tensor is not [T].
     """
     first, reference = next(iter(tensors.items()))
     if reference.ndim != 1:
@@ -35,24 +35,24 @@ def check_tokens(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def check_padded(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse padded tensors that are not 2-D and equally large; the first sets the size.
+    """Check that padded tensors are 2-D and of the first one's shape.
 
     Raises:
-        ShapeError: One of them is not [B, T].
+        ShapeError: A tensor is not [B, T].
     """
     _check_alike(tensors, "[B, T]", "Give rows that are padded to one length.")
 
 
 def refuse_probabilities(logprobs: torch.Tensor, mask: torch.Tensor, name: str) -> None:
-    """Refuse what no logprobs can be; a GPU is not stopped to look.
+    """Check that logprobs are not above 0; skipped on a GPU, to avoid waiting for it.
 
     Args:
-        logprobs: [B, T].
+        logprobs: [B, T] logprobs to check.
         mask: [B, T] bool, tokens that count.
-        name: Of the logprobs.
+        name: Name of the logprobs, for the message.
 
     Raises:
-        DataError: One is above 0.
+        DataError: A logprob is above 0.
     """
     if logprobs.device.type == "cpu" and bool((logprobs.detach().gt(AGREEMENT) & (mask != 0)).any()):
         found = float(logprobs.detach()[mask != 0].max())
@@ -60,10 +60,10 @@ def refuse_probabilities(logprobs: torch.Tensor, mask: torch.Tensor, name: str) 
 
 
 def check_rows(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Refuse row tensors that are not 1-D and equally long; gives their length N.
+    """Check that row tensors are 1-D and equally long, and return their length N.
 
     Raises:
-        ShapeError: One of them is not [N].
+        ShapeError: A tensor is not [N].
     """
     return _check_alike(tensors, "[N]", "Give one value for each trajectory.")
 
@@ -82,27 +82,27 @@ def _check_alike(tensors: Mapping[str, torch.Tensor], axes: str, advice: str) ->
 
 
 def check_mask(loss_mask: torch.Tensor) -> None:
-    """Refuse a mask that is not bool.
+    """Check that a mask is bool.
 
     Raises:
-        ShapeError: Another dtype; a float mask would weigh tokens silently.
+        ShapeError: The mask has another dtype; a float mask would silently weight tokens.
     """
     if loss_mask.dtype != torch.bool:
         raise ShapeError(f"loss_mask must have dtype torch.bool; found {loss_mask.dtype}. Convert with `mask > 0`.")
 
 
 def as_mask(padded: torch.Tensor) -> torch.Tensor:
-    """A mask of integers, as many libraries have it, as bool; one of floats stays, and `check_mask` refuses it."""
+    """Convert an integer mask to bool; a float mask is unchanged, and `check_mask` rejects it."""
     return padded if padded.is_floating_point() else padded != 0
 
 
 def check_offsets(offsets: torch.Tensor, *, num_tokens: int) -> None:
-    """Refuse offsets that do not run from 0 to `num_tokens`.
+    """Check that offsets run from 0 to `num_tokens`.
 
-    On a GPU only the shape and dtype are checked, since reading values would stop the device.
+    On a GPU, only the shape and dtype are checked, since reading values would wait for the device.
 
     Raises:
-        ShapeError: Not [N + 1] int64, or other ends.
+        ShapeError: The offsets are not [N + 1] int64, or have other ends.
     """
     if offsets.ndim != 1 or len(offsets) < 1 or offsets.dtype != torch.int64:
         raise ShapeError(f"offsets must be [N + 1] int64; found {list(offsets.shape)} {offsets.dtype}.")

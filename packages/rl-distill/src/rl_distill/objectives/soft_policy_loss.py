@@ -1,4 +1,4 @@
-"""Policy losses that fade a token out instead of cutting it off: SAPO.
+"""Policy losses that fade a token's gradient instead of clipping it: SAPO.
 
 Source: SAPO, Gao et al. 2025, arXiv:2511.20347, equations 3 to 6.
 """
@@ -11,14 +11,14 @@ from rl_distill.objectives.option_rules import checked, number
 from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses
 
 Steepness = Annotated[float, number(above=0.0)]
-"""Of a sigmoid; higher fades earlier."""
+"""Steepness of a sigmoid; higher fades earlier."""
 
 
 @checked
 def sapo(tokens: PolicyTokens, *, tau_positive: Steepness = 1.0, tau_negative: Steepness = 1.05) -> TokenLosses:
     """Soft adaptive policy optimization: a sigmoid of the ratio in place of the clip.
 
-    The paper gives every trajectory the same weight: aggregate with seq-mean-token-mean.
+    The paper weights all trajectories equally: aggregate with seq-mean-token-mean.
 
     Args:
         tokens: Packed tokens.
@@ -26,7 +26,7 @@ def sapo(tokens: PolicyTokens, *, tau_positive: Steepness = 1.0, tau_negative: S
         tau_negative: Steepness elsewhere.
 
     Returns:
-        Losses -advantage * 4 / tau * sigmoid(tau * (ratio - 1)), whose gradient on policy is that of -advantage *
+        Losses -advantage * 4 / tau * sigmoid(tau * (ratio - 1)), whose on-policy gradient is that of -advantage *
         ratio, and `actor/ppo_kl`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What teachers said of tokens, as divergences take it; checked where it is made."""
+"""Teachers' logprobs and ids of tokens, checked on creation, as divergences use them."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from rl_distill.objectives.micro_columns import needed_column
 from rl_distill.objectives.shapes import AGREEMENT
 
 MAX_MASS = 1.05
-"""Probabilities of bfloat16 logprobs may sum to this."""
+"""Maximum sum of probabilities from bfloat16 logprobs."""
 
 BUILD = "Give the top K without it to `TeacherTokens.from_top_k`, or score the tokens themselves too."
 TAKE_LOGS = "Give `log_softmax` of its logits, not logits or probabilities."
@@ -20,13 +20,13 @@ PACK = "Of padded rows give those of the tokens that train, `ids[mask]` and `log
 
 @record
 class TeacherTokens:
-    """What teachers said of M tokens; no gradient goes into it.
+    """Teachers' data of M tokens, without gradient.
 
     Attributes:
-        logprobs: [M, K + 1], of the token itself and of the teacher's K likeliest, falling.
-        ids: [M, K + 1] integers, tokens of these; -1 for none. Held as int64.
-        index: [M] integers, which teacher; -1 where none scored the token, which then counts for nothing.
-        hidden: [M, H] the teacher's hidden states, for its whole distribution; None without.
+        logprobs: [M, K + 1] logprobs of the sampled token and, descending, of the teacher's K most likely tokens.
+        ids: [M, K + 1] token ids of the logprobs; -1 for none. Stored as int64.
+        index: [M] integer index of the teacher; -1 where none scored the token, which is then ignored.
+        hidden: [M, H] the teacher's hidden states, for whole distributions; else None.
     """
 
     logprobs: Tensor
@@ -35,11 +35,11 @@ class TeacherTokens:
     hidden: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Check shapes and dtypes, and on a CPU the values, in a few passes over [M, K + 1]; a GPU is not stopped.
+        """Check shapes and dtypes and, on a CPU only, the values in a few passes over [M, K + 1].
 
         Raises:
-            ShapeError: They do not fit.
-            DataError: Where a teacher scored: NaN, no logprobs but probabilities or logits, or an id below -1.
+            ShapeError: The shapes or dtypes do not match.
+            DataError: At a scored token: NaN, probabilities or logits instead of logprobs, or an id below -1.
         """
         shape = self.ids.shape
         dtypes = [one.dtype for one in (self.ids, self.logprobs, self.index)]
@@ -69,20 +69,20 @@ class TeacherTokens:
         index: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> "TeacherTokens":
-        """The same from the K likeliest tokens, and apart from them the token that was sampled.
+        """Create it from the K most likely tokens and, separately, the sampled token.
 
-        Of padded rows [B, T, K] give those of the tokens that train: `ids[mask]`, `logprobs[mask]`.
+        Select the trained tokens of padded rows [B, T, K] first: `ids[mask]`, `logprobs[mask]`.
 
         Args:
-            ids: [M, K] integers, the likeliest first.
-            logprobs: [M, K] of these.
-            sampled: [M] the tokens themselves, and [M] the teacher's logprobs of them; the divergences need neither.
-            index: [M] which teacher; None for a single one that scored them all.
-            hidden: [M, H].
+            ids: [M, K] token ids, the most likely first.
+            logprobs: [M, K] logprobs of these tokens.
+            sampled: [M] sampled tokens, and [M] the teacher's logprobs of them; divergences need neither.
+            index: [M] index of the teacher; None if a single teacher scored all tokens.
+            hidden: [M, H] the teacher's hidden states.
 
         Raises:
-            ShapeError: As where one is made.
-            DataError: Likewise.
+            ShapeError: The shapes or dtypes do not match.
+            DataError: The values are invalid; see `__post_init__`.
         """
         if ids.ndim != 2 or logprobs.shape != ids.shape:
             raise ShapeError(
@@ -100,13 +100,13 @@ class TeacherTokens:
         return len(self.index)
 
     def select(self, rows: Tensor | slice) -> "TeacherTokens":
-        """Those of some tokens."""
+        """Return the data of some tokens."""
         hidden = None if self.hidden is None else self.hidden[rows]
         return TeacherTokens(logprobs=self.logprobs[rows], ids=self.ids[rows], index=self.index[rows], hidden=hidden)
 
 
 def _check_values(teacher: TeacherTokens) -> None:
-    """Refuse what no teacher's logprobs and ids can be, by the first token that is so."""
+    """Check the teacher's logprobs and ids; the message names the first invalid token."""
     is_scored, logprobs = teacher.index >= 0, teacher.logprobs.detach()
     logprobs = logprobs.float().masked_fill(teacher.ids < 0, -torch.inf)
     masses = logprobs[:, 1:].exp().sum(-1)
@@ -127,11 +127,11 @@ def _check_values(teacher: TeacherTokens) -> None:
 
 
 def teacher_tokens(micro: MicroBatch, tokens: Tensor | None = None) -> TeacherTokens:
-    """What teachers said of tokens of a micro-batch.
+    """Return the teachers' data of tokens of a micro-batch.
 
     Args:
-        micro: With their columns.
-        tokens: [M] int64 which; all without.
+        micro: Micro-batch with the teachers' columns.
+        tokens: [M] int64 indices of tokens; None for all.
 
     Raises:
         DataError: A column is missing.
@@ -147,15 +147,15 @@ def teacher_tokens(micro: MicroBatch, tokens: Tensor | None = None) -> TeacherTo
 
 
 def check_sampled_tokens(ids: Tensor, sampled: Tensor, is_scored: Tensor) -> None:
-    """Refuse what a teacher says of other tokens than those that were sampled; a GPU is not stopped to look.
+    """Check that a teacher scored the sampled tokens; skipped on a GPU, to avoid waiting for it.
 
     Args:
-        ids: [M] the tokens that its first column names.
-        sampled: [M] the tokens themselves.
-        is_scored: [M] bool, where it is compared.
+        ids: [M] token ids of the teacher's first column.
+        sampled: [M] sampled tokens.
+        is_scored: [M] bool, True where the teacher is compared.
 
     Raises:
-        DataError: They differ.
+        DataError: The tokens differ.
     """
     is_wrong = (ids != sampled) & is_scored
     if ids.device.type == "cpu" and bool(is_wrong.any()):
@@ -167,7 +167,7 @@ def check_sampled_tokens(ids: Tensor, sampled: Tensor, is_scored: Tensor) -> Non
 
 
 def refuse_top_k_alone(teacher: TeacherTokens) -> None:
-    """Refuse a first column that would be the likeliest itself, and is not the second: the top K without the token."""
+    """Reject a top K without the sampled token, whose first column is the most likely token itself."""
     if teacher.ids.shape[1] < 2:
         return
     ids, logprobs = teacher.ids, teacher.logprobs

@@ -1,4 +1,4 @@
-"""Estimators and policy losses on a tiny batch, so that an option that no rule refuses fails before a run starts."""
+"""Trial runs of estimators and policy losses on a tiny batch, so that bad options fail before a run starts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +13,10 @@ from rl_distill.objectives.whitened_advantages import COMPONENT
 
 
 def try_advantage(name: str, options: Mapping[str, Any]) -> None:
-    """Run an estimator on two trajectories of one token, which have every column that the built-in ones read.
+    """Run an estimator on two one-token trajectories with every column that built-in estimators read.
 
     Raises:
-        SettingsError: It is not known, an option is unknown, or has an impossible value.
+        SettingsError: The estimator or an option is unknown, or an option's value is invalid.
     """
     estimator = function_with_options(ADVANTAGES, name, options)
     weights = options.get("weights")
@@ -39,10 +39,10 @@ def try_advantage(name: str, options: Mapping[str, Any]) -> None:
 
 
 def try_policy_loss(bound: BoundPolicyLoss) -> None:
-    """Run a policy loss, and its selection, on one token.
+    """Run a policy loss and its token selection on one token.
 
     Raises:
-        SettingsError: An option has an impossible value.
+        SettingsError: An option's value is invalid.
     """
     zero = torch.zeros(1)
     try:

@@ -16,26 +16,26 @@ from rl_distill.objectives.option_rules import check_fields, checked, number
 from rl_distill.objectives.shapes import check_mask, check_tokens
 
 ValueClip = Annotated[float, number(above=0.0, can_be_inf=True)]
-"""Largest distance from the old values that counts."""
+"""Maximum distance from the old values that counts."""
 
 
 @checked
 def value_losses(
     values: Tensor, old_values: Tensor, returns: Tensor, *, clip: ValueClip = 0.2
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error of values, or of values held near the old ones, whichever is larger.
+    """Return half the squared error of the values, or of the values clipped near the old ones if that is larger.
 
     Args:
-        values: [T] float, of the critic in training.
-        old_values: [T] float, of the critic before this batch's updates.
-        returns: [T] float, the targets.
-        clip: Largest distance from the old values that counts; math.inf turns the clip off.
+        values: [T] float, from the critic in training.
+        old_values: [T] float, from the critic before this batch's updates.
+        returns: [T] float targets.
+        clip: Maximum distance from the old values that counts; math.inf disables the clip.
 
     Returns:
-        [T] losses, and [T] 1 where the clip took the gradient away, else 0.
+        [T] losses, and [T] 1 where the clip removed the gradient, else 0.
 
     Raises:
-        ShapeError: The three are not [T].
+        ShapeError: An argument is not [T].
         SettingsError: clip is not above 0.
     """
     check_tokens({"values": values, "old_values": old_values, "returns": returns})
@@ -48,22 +48,22 @@ def value_losses(
 class ValueObjective:
     """A `ValueLoss`: call it with values [T] of the critic in training, and the micro-batch.
 
-    values[t] is the value of the state that token t was sampled in, as the column `values`.
+    values[t] is the value of the state before token t, as in the column `values`.
 
-    Columns: `values` (of the critic before this batch's updates), `returns`, `loss_mask` and `loss_weights`. Nothing
-    outside `loss_mask` counts.
+    Columns: `values` (from the critic before this batch's updates), `returns`, `loss_mask` and `loss_weights`. Tokens
+    outside `loss_mask` are ignored.
 
     Metrics: `critic/vf_loss` is a mean weighted with `loss_weights`; `critic/vf_clipfrac` and `critic/vpred_mean` are
     means over trained tokens.
 
     Attributes:
-        clip: As `value_losses`.
+        clip: See `value_losses`.
     """
 
     clip: ValueClip = 0.2
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Check the options.
 
         Raises:
             SettingsError: clip is not above 0.
@@ -71,7 +71,7 @@ class ValueObjective:
         check_fields(self, owner="the value objective")
 
     def __call__(self, values: Tensor, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
-        """Loss of the micro-batch and its metric sums.
+        """Return the loss of the micro-batch and its metric sums.
 
         Raises:
             ShapeError: A tensor is not [T].
@@ -94,10 +94,10 @@ class ValueObjective:
 
 
 def value_objective(*, clip: float = 0.2) -> ValueObjective:
-    """The critic's objective.
+    """Return the critic's objective.
 
     Args:
-        clip: Largest distance from the old values that counts; math.inf turns the clip off.
+        clip: Maximum distance from the old values that counts; math.inf disables the clip.
 
     Raises:
         SettingsError: clip is not above 0.

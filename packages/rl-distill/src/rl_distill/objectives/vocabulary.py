@@ -1,4 +1,4 @@
-"""Logprobs and entropy from logits that may be split over the vocabulary."""
+"""Logprobs and entropy from logits, which may be split over the vocabulary."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from rl_distill.objectives.vocabulary_parts import VocabularyPart
 
 
 class _VocabularyLogprobs(torch.autograd.Function):
-    """Keeps the probabilities alone for the backward pass."""
+    """Keeps only the probabilities for the backward pass."""
 
     @staticmethod
     def forward(
@@ -62,14 +62,14 @@ def vocabulary_logprobs(
     temperature: float = 1.0,
     part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of targets, and the entropy of the distributions they were drawn from.
+    """Return the logprobs of targets, and the entropy of their distributions.
 
     Args:
         logits: [M, V / ranks], this rank's slice of the vocabulary.
         targets: [M] int64 token ids.
         temperature: Divides the logits.
-        part: How the vocabulary is split; None when it is not. Where the slices together are longer than it, the rest
-            has probability 0 and gets no gradient.
+        part: How the vocabulary is split; None if it is not. Padding columns beyond the vocabulary have probability 0
+            and get no gradient.
 
     Returns:
         Logprobs [M] and entropy [M], float32; the same on every rank.

@@ -1,6 +1,6 @@
-"""Logprobs of logits that may be split over ranks by the vocabulary: of chosen tokens, of all, of the likeliest.
+"""Logprobs of chosen, all or the most likely tokens, from logits that may be split over ranks by vocabulary.
 
-Every function gives the same on every rank, but for what is a slice of the vocabulary itself.
+Every function returns the same on every rank, except for slices of the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from rl_core.errors import ShapeError
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """The slice of the vocabulary that this rank's logits are of.
+    """The slice of the vocabulary that this rank's logits cover.
 
     Attributes:
-        size: Tokens of the whole vocabulary; columns beyond it, which pad the last slice, count for nothing.
-        group: Ranks that each have an equally long slice; None where this rank has all.
+        size: Size of the whole vocabulary; padding columns beyond it are ignored.
+        group: Ranks that each have a slice of equal length; None if this rank has all.
     """
 
     size: int
@@ -27,15 +27,15 @@ class VocabularyPart:
 
     @property
     def num_ranks(self) -> int:
-        """Slices."""
+        """Number of slices."""
         return 1 if self.group is None else int(self.group.size())
 
     def first(self, width: int) -> int:
-        """Token of the first column of this rank's slice of so many columns."""
+        """Return the token of the first column of this rank's slice of a width."""
         return 0 if self.group is None else int(self.group.rank()) * width
 
     def without_padding(self, logits: Tensor) -> Tensor:
-        """The columns [M, V] that are tokens.
+        """Return the columns [M, V] that are tokens.
 
         Raises:
             ShapeError: The logits are not [M, V / ranks].
@@ -50,20 +50,20 @@ class VocabularyPart:
         return logits if num_tokens == width else logits[:, :num_tokens]
 
     def summed(self, values: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Sum over ranks, in place."""
         if self.num_ranks > 1:
             dist.all_reduce(values, group=self.group)
         return values
 
     def largest(self, values: Tensor) -> Tensor:
-        """The largest over ranks, in place."""
+        """Take the maximum over ranks, in place."""
         if self.num_ranks > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks that each hold a part; the gradient of a part is that of the whole."""
+    """Sum over ranks; the gradient of a part is that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:  # noqa: ARG004 - torch's signature
@@ -77,14 +77,14 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def sum_over_ranks(values: Tensor, *, group: Any) -> Tensor:
-    """The sum over ranks, with gradient to this rank's part; the values where there is no group of several."""
+    """Return the sum over ranks, with gradient to this rank's part; the values themselves without several ranks."""
     if group is None or group.size() == 1:
         return values
     return _SumOverRanks.apply(values, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _shifted(logits: Tensor, temperature: float, part: VocabularyPart, *, in_place: bool = False) -> Tensor:
-    """Float logits with temperature applied and their largest at 0, without padding; new, or in their own place."""
+    """Return float logits divided by the temperature, shifted to a maximum of 0, without padding; new or in place."""
     scaled = part.without_padding(logits)
     if in_place:
         scaled = scaled.div_(temperature) if temperature != 1.0 else scaled
@@ -96,17 +96,17 @@ def _shifted(logits: Tensor, temperature: float, part: VocabularyPart, *, in_pla
 
 
 class TopKLogprobs(NamedTuple):
-    """A few tokens' logprobs, and all that their gradient to the logits needs.
+    """Logprobs of a few tokens, and the state for their gradient to the logits.
 
     Attributes:
-        logprobs: [M, K], 0 where there is no token.
-        log_tail: [M] log of the mass outside.
-        exponentials: [M, V of this rank] of the shifted logits, 0 at the K tokens; the only wide one.
-        tail: [M] their sum over ranks.
-        total: [M] with those of the K tokens.
-        is_given: [M, K] bool.
-        columns: [M, K] int64 of the K tokens in this rank's slice, 0 of others.
-        is_own: [M, K] bool, those of the slice.
+        logprobs: [M, K] logprobs, 0 where there is no token.
+        log_tail: [M] log of the mass of all other tokens.
+        exponentials: [M, V of this rank] exponentials of the shifted logits, 0 at the K tokens; the only wide tensor.
+        tail: [M] sum of the exponentials over ranks.
+        total: [M] this sum plus the exponentials of the K tokens.
+        is_given: [M, K] bool, False where there is no token.
+        columns: [M, K] int64 columns of the K tokens in this rank's slice, 0 for tokens of other slices.
+        is_own: [M, K] bool, True for tokens of this rank's slice.
     """
 
     logprobs: Tensor
@@ -120,7 +120,7 @@ class TopKLogprobs(NamedTuple):
 
     @staticmethod
     def of(scaled: Tensor, ids: Tensor, *, first: int, part: VocabularyPart) -> "TopKLogprobs":
-        """From shifted logits [M, V of this rank], which become the exponentials."""
+        """Compute the logprobs from shifted logits [M, V of this rank], which become the exponentials in place."""
         is_given = ids >= 0
         is_own = is_given & (ids >= first) & (ids < first + scaled.shape[-1])
         columns, chosen = (ids - first).masked_fill(~is_own, 0), scaled.new_zeros(ids.shape)
@@ -146,7 +146,7 @@ class TopKLogprobs(NamedTuple):
         )
 
     def gradient(self, grad_logprobs: Tensor, grad_tail: Tensor, *, in_place: bool = False) -> Tensor:
-        """[M, V of this rank] to the shifted logits; in the exponentials' own place, or new."""
+        """Return the gradient [M, V of this rank] to the shifted logits; new, or in place of the exponentials."""
         grad_logprobs = grad_logprobs * self.is_given
         has_tail = self.tail > torch.finfo(self.tail.dtype).tiny
         grad_tail = torch.where(has_tail, grad_tail, 0.0)
@@ -183,25 +183,25 @@ class _TopKLogprobs(torch.autograd.Function):
 def top_k_logprobs(
     logits: Tensor, ids: Tensor, *, part: VocabularyPart, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of a few tokens, and of all others together.
+    """Return logprobs of a few tokens, and of all others together.
 
     Args:
         logits: [M, V / ranks] this rank's slice.
-        ids: [M, K] int64 tokens, in a row all different; -1 for none.
+        ids: [M, K] int64 tokens, distinct within a row; -1 for none.
         part: Which slice.
         temperature: Divides the logits.
 
     Returns:
-        [M, K] logprobs, 0 where there is no token, and [M] the log of the mass outside, float32 (float64 of float64).
+        [M, K] logprobs, 0 where there is no token, and [M] log of the mass outside; float32, or float64 from float64.
     """
     return _TopKLogprobs.apply(logits, ids, temperature, part)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def take_top_k(logits: Tensor, ids: Tensor, *, part: VocabularyPart, temperature: float = 1.0) -> TopKLogprobs:
-    """As `top_k_logprobs`, in the place of logits that nobody else needs; `gradient` can leave theirs there too.
+    """Compute `top_k_logprobs` in place of the logits; `gradient` can reuse their memory too.
 
     Args:
-        logits: [M, V / ranks] float32 or float64; gone after this.
+        logits: [M, V / ranks] float32 or float64; overwritten.
         ids: [M, K] int64 tokens.
         part: Which slice.
         temperature: Divides the logits.
@@ -234,15 +234,15 @@ class _AllLogprobs(torch.autograd.Function):
 
 
 def all_logprobs(logits: Tensor, *, part: VocabularyPart, temperature: float = 1.0) -> Tensor:
-    """[M, V of this rank] logprobs of the tokens of this rank's slice, without what pads it; with gradient."""
+    """Return logprobs [M, V of this rank] of this rank's slice without padding, with gradient."""
     return _AllLogprobs.apply(logits, temperature, part)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def likeliest(logits: Tensor, k: int, *, part: VocabularyPart) -> tuple[Tensor, Tensor]:
-    """The largest logits [M, K] over all slices, falling, and their tokens [M, K] int64; without gradient.
+    """Return the K largest logits [M, K] over all slices, descending, and their int64 tokens; without gradient.
 
     Raises:
-        ShapeError: There are fewer tokens than k.
+        ShapeError: The vocabulary has fewer than k tokens.
     """
     if not 0 <= k <= part.size:
         raise ShapeError(f"k must be from 0 to the vocabulary's {part.size} tokens; found {k}.")

@@ -1,6 +1,6 @@
-"""What the importance weights of a batch look like.
+"""Statistics of a batch's importance weights.
 
-Source: names of metrics as verl's; effective sample size, Kong 1992.
+Source: metric names follow verl; effective sample size, Kong 1992.
 """
 
 from torch import Tensor
@@ -21,24 +21,24 @@ def weight_metrics(
     cap: WeightCap = 2.0,
     floor: WeightFloor | None = None,
 ) -> dict[str, Tensor]:
-    """Statistics of the weights of a global batch.
+    """Return statistics of the weights of a global batch.
 
     Args:
         weights: [T] from `truncated_weights` or `banded_weights`.
         log_ratio: [T] old_logprobs - rollout_logprobs; anything where masked.
         loss_mask: [T] bool.
         offsets: [N + 1] int64 rows.
-        level: What one ratio covers.
+        level: Scope of a ratio, "token" or "sequence".
         cap: Upper bound.
-        floor: Lower bound of banded weights; None truncates from above alone, and calls ratios below 1 / cap low.
+        floor: Lower bound of banded weights. None only truncates from above, and counts ratios below 1 / cap as low.
 
     Returns:
-        `rollout_corr/rollout_is_*` by name: of the weights mean, std, min, max and the effective share of samples; of
-        the ratios before any bound the shares above and below; the same of trajectories as `rollout_is_seq_*`. With a
-        floor also `oob_ratio`, the share of tokens whose weight is 0. Empty when nothing trains.
+        `rollout_corr/rollout_is_*` by name: mean, std, min, max and effective sample share of the weights, and the
+        shares of unbounded ratios above and below the bounds; `rollout_is_seq_*` for trajectories. With a floor also
+        `oob_ratio`, the share of tokens with weight 0. Empty if no token trains.
 
     Raises:
-        SettingsError: The level is not known, or a bound is not above 0.
+        SettingsError: The level is unknown, or a bound is not above 0.
     """
     if not bool(loss_mask.any()):
         return {}
@@ -61,23 +61,23 @@ def weight_metrics(
 
 
 def _of_tokens(weights: Tensor) -> dict[str, Tensor]:
-    """Of the weights of trained tokens [M]."""
+    """Return the metrics of the weights [M] of trained tokens."""
     return {**_spread(weights), "eff_sample_size": _effective_share(weights)}
 
 
 def _of_rows(weights: Tensor) -> dict[str, Tensor]:
-    """Of the mean weights of trajectories with a trained token [N]."""
+    """Return the metrics of the mean weights [N] of trajectories with a trained token."""
     spread = {f"seq_{name}": value for name, value in _spread(weights, correction=1).items()}
     return {**spread, "seq_max_deviation": (weights - 1.0).abs().max()}
 
 
 def _effective_share(weights: Tensor) -> Tensor:
-    """Share of equally weighted samples that would have the same variance, in [0, 1]; 0 where all weights are 0."""
+    """Return the share of equally weighted samples with the same variance, in [0, 1]; 0 if all weights are 0."""
     return weights.mean().square() / weights.square().mean() if bool(weights.any()) else weights.new_zeros(())
 
 
 def _spread(values: Tensor, *, correction: int = 0) -> dict[str, Tensor]:
-    """Mean, standard deviation (0 where there are too few) and extremes of values [K]."""
+    """Return mean, standard deviation (0 for too few values) and extremes of values [K]."""
     has_spread = len(values) > correction
     return {
         "mean": values.mean(),
@@ -88,7 +88,7 @@ def _spread(values: Tensor, *, correction: int = 0) -> dict[str, Tensor]:
 
 
 def _outside(ratios: Tensor, low: float, high: float, *, stem: str) -> dict[str, Tensor]:
-    """Shares of ratios [K] beyond the bounds."""
+    """Return the shares of ratios [K] beyond the bounds."""
     return {
         f"{stem}fraction_high": (ratios > high).double().mean(),
         f"{stem}fraction_low": (ratios < low).double().mean(),

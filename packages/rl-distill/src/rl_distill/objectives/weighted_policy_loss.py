@@ -1,6 +1,6 @@
-"""Policy losses whose gradient is that of the logprob, times a weight that passes no gradient.
+"""Policy losses whose gradient is the logprob's, times a weight without gradient.
 
-Their value is no surrogate of the reward; only the gradient means something.
+Only their gradient is meaningful; their value is no surrogate of the reward.
 
 Source: GPG, Chu et al. 2025, arXiv:2504.02546; CISPO, MiniMax 2025, arXiv:2506.13585, section 3.1; DPPO, 2026,
 arXiv:2602.04879.
@@ -15,20 +15,20 @@ from rl_distill.objectives.option_rules import checked, number
 from rl_distill.objectives.policy_loss import ClipHigh, PolicyTokens, TokenLosses
 
 RatioCap = Annotated[float, number(at_least=1.0, can_be_inf=True)]
-"""Largest importance weight."""
+"""Maximum importance weight."""
 
 ProbabilityChange = Annotated[float, number(at_least=0.0, at_most=1.0)]
 """Difference of two probabilities."""
 
 Nats = Annotated[float, number(at_least=0.0, can_be_inf=True)]
-"""A KL."""
+"""A KL divergence in nats."""
 
 COMPLEMENT_FLOOR = 1e-8
-"""1 - probability is held above this before its logarithm."""
+"""Lower bound of 1 - probability before its logarithm."""
 
 
 def gpg(tokens: PolicyTokens) -> TokenLosses:
-    """Group policy gradient: REINFORCE, with neither ratio nor clip."""
+    """Group policy gradient: REINFORCE without ratio or clip."""
     log_ratio = tokens.log_ratio().detach()
     return TokenLosses(losses=-tokens.advantages * tokens.policy_logprobs, diagnostics={"actor/ppo_kl": -log_ratio})
 
@@ -40,11 +40,11 @@ def cispo(
     clip_low: Annotated[float, number(at_least=0.0, at_most=1.0)] = 0.2,
     clip_high: ClipHigh = 0.28,
 ) -> TokenLosses:
-    """Clipped importance sampling: the weight is clipped, so that no token loses its gradient.
+    """Clipped importance sampling: clips the weight, so that no token loses its gradient.
 
     Args:
         tokens: Packed tokens.
-        clip_low: Weights are at least 1 - clip_low; 1 leaves them unbounded, as the paper does.
+        clip_low: Weights are at least 1 - clip_low; 1 disables this bound, as in the paper.
         clip_high: Weights are at most 1 + clip_high.
 
     Returns:
@@ -70,13 +70,13 @@ def dppo_tv(
     clip_high: ProbabilityChange = 0.2,
     ratio_cap: RatioCap = 20.0,
 ) -> TokenLosses:
-    """Divergence PPO by total variation: a token trains while its probability is near the old one.
+    """Divergence PPO by total variation: a token trains while its probability is close to the old one.
 
     Args:
         tokens: Packed tokens.
-        clip_low: With a negative advantage, a token stops when its probability fell by more.
-        clip_high: With a positive advantage, a token stops when its probability rose by more.
-        ratio_cap: Largest importance weight.
+        clip_low: With a negative advantage, a token stops once its probability fell by more than this.
+        clip_high: With a positive advantage, a token stops once its probability rose by more than this.
+        ratio_cap: Maximum importance weight.
 
     Returns:
         Losses and `actor/pg_clipfrac` (stopped), `actor/pg_clipfrac_lower` (capped), `actor/ppo_kl`.
@@ -93,16 +93,16 @@ def dppo_tv(
 def dppo_kl(
     tokens: PolicyTokens, *, clip_low: Nats = 0.05, clip_high: Nats = 0.05, ratio_cap: RatioCap = 20.0
 ) -> TokenLosses:
-    """Divergence PPO by the KL of two outcomes, this token or another.
+    """Divergence PPO by the KL of two outcomes: this token or any other.
 
     Args:
         tokens: Packed tokens.
-        clip_low: With a negative advantage, a token less probable than before stops at a larger KL (nats).
-        clip_high: With a positive advantage, a token more probable than before stops at a larger KL.
-        ratio_cap: Largest importance weight.
+        clip_low: With a negative advantage, a token whose probability fell stops at a larger KL (nats).
+        clip_high: With a positive advantage, a token whose probability rose stops at a larger KL (nats).
+        ratio_cap: Maximum importance weight.
 
     Returns:
-        Losses and metrics as `dppo_tv`.
+        Losses and the metrics of `dppo_tv`.
 
     Raises:
         SettingsError: A bound is below 0, or ratio_cap below 1.
@@ -130,5 +130,5 @@ def _trust_region_losses(tokens: PolicyTokens, is_near: Tensor, *, ratio_cap: fl
 
 
 def _complement(logprobs: Tensor) -> Tensor:
-    """[T] probability of every other token, away from 0."""
+    """Return [T] probability of all other tokens, bounded away from 0."""
     return (-torch.expm1(logprobs)).clamp(min=COMPLEMENT_FLOOR)

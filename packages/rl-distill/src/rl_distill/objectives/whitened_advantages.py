@@ -1,6 +1,6 @@
-"""Advantages that are whitened over the tokens of the global batch: REINFORCE++, its baseline form, GDPO.
+"""Advantages whitened over the tokens of the global batch: REINFORCE++, its baseline form, GDPO.
 
-A batch-wide mean is subtracted last, so a row's advantage depends on the whole batch: compute them before it is cut.
+The last step subtracts a batch-wide mean, so compute these advantages before the batch is split.
 
 Source: REINFORCE++, Hu et al. 2025, arXiv:2501.03262; GDPO, Liu et al. 2026, arXiv:2601.05242.
 """
@@ -58,23 +58,23 @@ def reinforce_plus_plus(rows: RewardedRows, *, gamma: UnitInterval = 1.0) -> dic
 
 @converts_arguments
 def reinforce_plus_plus_baseline(rows: RewardedRows) -> dict[str, Tensor]:
-    """REINFORCE++ with the group's mean as baseline, whitened over the batch."""
+    """REINFORCE++ with the group mean as baseline, whitened over the batch."""
     units = units_of(rows)
     return {"advantages": _whitened_by_session(rows, dr_grpo_advantages(units.rewards, units.group))}
 
 
 @checked
 def gdpo(rows: RewardedRows, *, weights: ComponentWeights = None, eps: Addend = 1e-6) -> dict[str, Tensor]:
-    """GDPO: GRPO of each reward component by itself, their weighted sum whitened over the batch.
+    """GDPO: the weighted sum of each reward component's GRPO advantages, whitened over the batch.
 
     Args:
         rows: The batch with a row column `reward/NAME` for each component.
-        weights: Weight of each component that counts; None takes all of the batch, each once.
+        weights: Weight of each component to include; None includes all of the batch with weight 1.
         eps: Added to a group's standard deviation.
 
     Raises:
-        SettingsError: A weight is no finite number, or eps is below 0.
-        DataError: There are no components, or one of `weights` is missing.
+        SettingsError: A weight is not a finite number, or eps is below 0.
+        DataError: The batch has no components, or lacks one of `weights`.
     """
     if weights is None:
         found = sorted(name for name in rows.row_columns if name.startswith(COMPONENT))
@@ -92,7 +92,7 @@ def gdpo(rows: RewardedRows, *, weights: ComponentWeights = None, eps: Addend = 
 
 
 def _whitened_by_session(rows: RewardedRows, advantages: Tensor) -> Tensor:
-    """[T] advantages of units [U], whitened over the trained tokens before each trajectory gets its share."""
+    """Spread advantages of units [U] to tokens [T], whitened over trained tokens before the shares apply."""
     units = units_of(rows)
     of_tokens = spread_rows(advantages.double()[units.of_row], rows.offsets, num_tokens=len(rows.loss_mask))
     share = spread_rows(units.share.double(), rows.offsets, num_tokens=len(rows.loss_mask))

@@ -1,4 +1,4 @@
-"""Masked whitening: values less their mean, divided by their standard deviation."""
+"""Masked whitening: subtract the mean and divide by the standard deviation."""
 
 import torch
 from torch import Tensor
@@ -9,18 +9,18 @@ from rl_distill.objectives.shapes import check_mask, check_tokens
 
 @checked
 def masked_whiten(values: Tensor, mask: Tensor, *, eps: Addend = 1e-8) -> Tensor:
-    """Values with mean 0 and variance 1 over the tokens of the mask.
+    """Normalize values to mean 0 and variance 1 over the tokens of the mask.
 
     Args:
         values: [T] float of a whole global batch; anything where masked.
         mask: [T] bool.
-        eps: Added to the variance, which is the unbiased one.
+        eps: Added to the unbiased variance.
 
     Returns:
-        [T] in the values' dtype, computed in float64, 0 where masked. Equal values, or a single one, get zeros.
+        [T] in the values' dtype, computed in float64, 0 where masked. Equal values or a single value become 0.
 
     Raises:
-        ShapeError: Shapes or dtypes other than above.
+        ShapeError: The shapes or dtypes do not match.
         SettingsError: eps is below 0.
     """
     check_tokens({"values": values, "mask": mask})

@@ -1,4 +1,4 @@
-"""`rl-metrics check`: whether a run is healthy, as an exit status."""
+"""`rl-metrics check`: report a run's health as an exit status."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""`rl-metrics compare`: how two runs differ, or several seeds of two."""
+"""`rl-metrics compare`: compare two runs, or two sets of seeds."""
 
 import argparse
 import itertools

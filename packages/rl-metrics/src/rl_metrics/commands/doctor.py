@@ -1,4 +1,4 @@
-"""`rl-metrics doctor`: why a run is sick."""
+"""`rl-metrics doctor`: diagnose an unhealthy run."""
 
 import argparse
 from pathlib import Path
@@ -34,7 +34,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def show(diagnosis: Diagnosis) -> None:
-    """Write what is wrong, the first cause on top, then what was looked at and is not."""
+    """Print the problems, most likely cause first, then the checks without a problem."""
     say(f"run {diagnosis.run}", style="bold")
     first = diagnosis.first_cause
     if first is not None:

@@ -1,4 +1,4 @@
-"""`rl-metrics import`: files of another trainer as the folder of a run."""
+"""`rl-metrics import`: convert another trainer's files to a run's folder."""
 
 import argparse
 from pathlib import Path

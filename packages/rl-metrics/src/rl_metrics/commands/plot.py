@@ -1,4 +1,4 @@
-"""`rl-metrics plot`: metrics of runs as a picture."""
+"""`rl-metrics plot`: plot metrics of runs to an image."""
 
 import argparse
 from pathlib import Path

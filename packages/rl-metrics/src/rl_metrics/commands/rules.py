@@ -1,4 +1,4 @@
-"""`rl-metrics rules`: what health looks at."""
+"""`rl-metrics rules`: list the health rules."""
 
 import argparse
 import sys

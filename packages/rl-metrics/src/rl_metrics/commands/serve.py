@@ -1,4 +1,4 @@
-"""`rl-metrics serve`: runs as a page that is renewed as they write."""
+"""`rl-metrics serve`: serve a page of runs that updates while they write."""
 
 import argparse
 import time

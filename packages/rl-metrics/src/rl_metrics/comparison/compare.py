@@ -1,4 +1,4 @@
-"""Two runs, or several seeds of two, metric by metric: how they differ, and how sure that is."""
+"""Comparison of two runs, or two sets of seeds, by metric, with confidence intervals."""
 
 import fnmatch
 import math
@@ -22,24 +22,27 @@ from rl_metrics.run_files.history import FloatColumn, History, IntColumn
 from rl_metrics.run_files.json_lines import number_or_none
 
 Method = Literal["same steps", "own steps", "validation", "runs", "none"]
-"""What an interval is taken from: the differences at the same steps; the steps of each run, which have few in common;
-the intervals that validations have of their own; the means of several runs."""
+"""Basis of an interval.
+
+In order: differences at the same steps; each run's own steps, if few are shared; the validations' own intervals; the
+means of several runs.
+"""
 
 ENDS = ("/ci_low", "/ci_high")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One metric of two sides.
+    """The difference of one metric between two sides.
 
     Attributes:
         metric: Its name.
         a: Mean of the first side.
         b: Mean of the second.
-        interval: Of b minus a, 95 %.
-        method: What the interval is taken from.
-        num_steps: Steps that count; of several runs the fewest of one.
-        num_runs: Runs of each side that have it.
+        interval: 95 % confidence interval of b minus a.
+        method: Basis of the interval.
+        num_steps: Number of steps used; for several runs, the smallest.
+        num_runs: Number of runs per side that have the metric.
     """
 
     metric: str
@@ -57,22 +60,22 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Whether the interval excludes 0."""
         return self.interval.is_known and not self.interval.contains(0.0)
 
     @property
     def chapter(self) -> str:
-        """Of the table of metrics."""
+        """Chapter of the metric."""
         return chapter_of(self.metric)
 
     @property
     def unit(self) -> str:
-        """Of its values; "?" where the metric is not defined."""
+        """Unit of its values; "?" for an undefined metric."""
         metric = DEFINITIONS.find(self.metric)
         return "?" if metric is None else metric.unit
 
     def to_json(self) -> dict[str, Any]:
-        """The difference as JSON values; what is not known is null."""
+        """Return the difference as JSON values; unknown values are null."""
         return {
             "metric": self.metric,
             "chapter": self.chapter,
@@ -94,7 +97,7 @@ class Comparison:
     """All metrics of two sides.
 
     Attributes:
-        differences: By chapter; in each the clear ones come first, those most sure before others.
+        differences: Differences by chapter; within each, clear ones first, ordered by certainty.
         only_a: Metrics that the second side lacks.
         only_b: Metrics that the first side lacks.
     """
@@ -107,13 +110,13 @@ class Comparison:
 def compare(
     a: Sequence[History], b: Sequence[History], *, patterns: Sequence[str] = (), last: int | None = None
 ) -> Comparison:
-    """Compare two sides, each of one run or several with other seeds.
+    """Compare two sides of one run or several seeds each.
 
     Args:
         a: Runs of the first side.
         b: Runs of the second.
         patterns: Metrics to compare, such as "actor/*"; none compares all.
-        last: The last steps of each run that count; None takes all.
+        last: Number of last steps of each run to use; None uses all.
 
     Raises:
         DataError: A side is empty, or `last` is below 1.

@@ -1,4 +1,4 @@
-"""Metrics of several runs as one picture: a panel for each metric, a line for each run."""
+"""Plots of several runs' metrics: one panel per metric, one line per run."""
 
 import difflib
 import fnmatch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 Across = Literal["step", "wall_s"]
-"""What runs from left to right."""
+"""Quantity on the horizontal axis."""
 
 ACROSS: Mapping[Across, str] = {"step": "step", "wall_s": "time since the first step began (s)"}
 FILE = "metrics.jsonl"
@@ -64,9 +64,9 @@ class ReferenceLine:
     """A horizontal line, such as a teacher's accuracy.
 
     Attributes:
-        value: Where it is.
-        label: What it is called; None shows the value.
-        metric: The panel that it is in; None is in all.
+        value: Vertical position.
+        label: Label; None shows the value.
+        metric: Metric of its panel; None draws it in all panels.
     """
 
     value: float
@@ -78,7 +78,7 @@ class ReferenceLine:
         """Read `[METRIC=]VALUE[:LABEL]`.
 
         Raises:
-            SettingsError: It is none.
+            SettingsError: The text has another form.
         """
         found = re.fullmatch(r"(?:(?P<metric>[^=:]+)=)?(?P<value>[^=:]+)(?::(?P<label>.+))?", text)
         try:
@@ -92,7 +92,7 @@ class ReferenceLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """What a picture shows.
+    """Contents of a plot.
 
     Attributes:
         metrics: A panel each, from top to bottom; a glob, such as `actor/*`, is those of the runs' metrics that fit it.
@@ -108,16 +108,15 @@ class Plot:
 
 
 def plot_runs(folders: Sequence[Path], output: Path, *, plot: Plot) -> None:
-    """Draw metrics of runs, and write the picture in one piece. The same input gives the same bytes.
+    """Plot metrics of runs and write the image atomically. Equal inputs produce equal bytes.
 
     Args:
-        folders: Of runs, each with a metrics.jsonl, or such files; they may still be written.
-        output: A file ending in .svg or .png, in a folder that is there.
-        plot: What it shows.
+        folders: Folders of runs with a metrics.jsonl, or such files; runs may still be writing.
+        output: A .svg or .png file in an existing folder.
+        plot: Contents of the plot.
 
     Raises:
-        SettingsError: The labels are not as many as the runs, or nothing is to be drawn, or the output is no
-            such file.
+        SettingsError: Labels and runs differ in number, nothing is to be drawn, or the output has another suffix.
         DataError: A folder holds no metrics, or no run has a metric; the message has the nearest one.
         MissingExtraError: matplotlib is not installed.
     """

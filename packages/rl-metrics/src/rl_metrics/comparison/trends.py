@@ -1,4 +1,4 @@
-"""Statistics of trends that outliers do not move: is there one, and how steep is it."""
+"""Robust trend statistics: significance and slope."""
 
 import math
 
@@ -9,7 +9,7 @@ Floats = NDArray[np.float64]
 
 
 def theil_sen(x: Floats, y: Floats) -> float:
-    """Median slope of all pairs of points; 0 of fewer than two.
+    """Return the median slope of all pairs of points; 0 for fewer than two points.
 
     Args:
         x: [n] rising.

@@ -1,4 +1,4 @@
-"""Every metric of the project: name, unit, reduction, meaning, healthy values."""
+"""Definitions of all metrics: name, unit, reduction, meaning, healthy values."""
 
 from rl_metrics.definitions.definition import Band, Metric, MetricTable
 from rl_metrics.definitions.table import DEFINITIONS

@@ -1,4 +1,4 @@
-"""The part of the table about the asynchronous trainer: who waits, how old what trains is, what was lost."""
+"""Metrics of the asynchronous trainer: waits, staleness and losses."""
 
 from rl_metrics.definitions.definition import Band
 from rl_metrics.definitions.entries import BY_DESIGN, THUMB, mean, one, seconds

@@ -1,4 +1,4 @@
-"""The part of the table about the mismatch of engine and learner."""
+"""Metrics of the mismatch between engine and learner."""
 
 from rl_metrics.definitions.definition import Band, Metric, WeightedBy
 from rl_metrics.definitions.entries import THUMB, mean, one

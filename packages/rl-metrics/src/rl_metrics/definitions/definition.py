@@ -1,4 +1,4 @@
-"""What a metric is, and how one is found by name."""
+"""Metric definitions and their lookup by name."""
 
 import difflib
 import math
@@ -36,12 +36,12 @@ log = structlog.get_logger(__name__)
 
 @record
 class Band:
-    """Values that are healthy, ends included.
+    """A range of healthy values, ends included.
 
     Attributes:
         low: Lowest healthy value; None has no lower end.
         high: Highest healthy value; None has no upper end.
-        source: Who says so.
+        source: Source of the range.
     """
 
     low: float | None = None
@@ -54,7 +54,7 @@ class Band:
         return f"at least {self.low:g}" if self.low is not None else f"at most {self.high:g}"
 
     def contains(self, value: float) -> bool:
-        """True when the value is healthy; NaN never is."""
+        """Return True if the value is healthy; NaN never is."""
         if math.isnan(value):
             return False
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
@@ -65,12 +65,12 @@ class Metric:
     """The definition of one metric, or of a family of them.
 
     Attributes:
-        name: Such as "actor/entropy"; a family has placeholders: "val-core/{source}/{variable}/mean@{n}".
-        unit: Such as "nats", "s", "tokens"; "1" for ratios, losses and other plain numbers.
-        reduction: How values of one step, its micro-batches and ranks become one.
-        meaning: One sentence.
-        weighted_by: What a mean, or a histogram, counts.
-        healthy: The healthy band; None where a value alone says nothing.
+        name: Name such as "actor/entropy"; a family has placeholders, as in "val-core/{source}/{variable}/mean@{n}".
+        unit: Unit such as "nats", "s" or "tokens"; "1" for ratios, losses and other plain numbers.
+        reduction: How to combine values of one step over micro-batches and ranks.
+        meaning: Meaning in one sentence.
+        weighted_by: Unit that a mean or histogram counts.
+        healthy: The healthy range; None if the value alone is not informative.
     """
 
     name: str
@@ -82,12 +82,12 @@ class Metric:
 
     @property
     def is_family(self) -> bool:
-        """True when the name has placeholders."""
+        """True if the name has placeholders."""
         return "{" in self.name
 
     @property
     def counts(self) -> WeightedBy | None:
-        """What the reduction counts; None where it counts nothing."""
+        """Unit that the reduction counts; None if it counts nothing."""
         return self.weighted_by if self.reduction in ("mean", "histogram") else None
 
     @property
@@ -97,13 +97,13 @@ class Metric:
 
 
 class MetricTable:
-    """Metrics by name; a plain name wins over a family, and the first family that fits wins over later ones."""
+    """Metrics by name; a plain name has priority over families, and earlier families over later ones."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
-        """Hold the metrics.
+        """Create a table of these metrics.
 
         Raises:
-            DataError: A name is defined twice.
+            DataError: Two metrics have the same name.
         """
         self._metrics = tuple(metrics)
         self._plain: dict[str, Metric] = {}
@@ -133,20 +133,20 @@ class MetricTable:
         return self.find(name) is not None
 
     def extended(self, metrics: Iterable[Metric]) -> "MetricTable":
-        """This table with more metrics, such as those of a user's own objective."""
+        """Return this table extended with more metrics, such as those of a custom objective."""
         return MetricTable((*self._metrics, *metrics))
 
     def find(self, name: str) -> Metric | None:
-        """The definition of a name as it is recorded; a family's has the name filled in. None when undefined."""
+        """Return the definition of a recorded name, with a family's placeholders filled in; None if undefined."""
         if name not in self._found:
             self._found[name] = self._search(name)
         return self._found[name]
 
     def lookup(self, name: str) -> Metric:
-        """The definition of a name.
+        """Return the definition of a name.
 
         Raises:
-            DataError: The name is undefined; the message has the nearest one.
+            DataError: The name is undefined; the message suggests the nearest one.
         """
         metric = self.find(name)
         if metric is None:
@@ -157,10 +157,10 @@ class MetricTable:
         return metric
 
     def resolve(self, name: str, *, strict: bool) -> Metric:
-        """The definition of a name; when undefined, an error if strict, else one warning and a plain mean.
+        """Return the definition of a name; if undefined, raise when strict, else warn once and use a plain mean.
 
         Raises:
-            DataError: strict, and the name is undefined.
+            DataError: The name is undefined and `strict` is True.
         """
         if strict:
             return self.lookup(name)

@@ -1,4 +1,4 @@
-"""The part of the table about distillation: how student and teachers compare, and what teachers cost."""
+"""Metrics of distillation: comparison of student and teachers, and the teachers' cost."""
 
 from rl_metrics.definitions.definition import Band, Metric
 from rl_metrics.definitions.entries import BY_DESIGN, THUMB, mean, one, seconds

@@ -1,4 +1,4 @@
-"""Distributions in the table: histograms of a step's tokens, trajectories and groups."""
+"""Distribution metrics: histograms over a step's tokens, trajectories and groups."""
 
 from rl_metrics.definitions.definition import Metric, WeightedBy
 

@@ -1,4 +1,4 @@
-"""The part of the table about the gateway: what agents asked for, and what of that cannot train."""
+"""Metrics of the gateway: agents' requests, and those that cannot be trained on."""
 
 from rl_metrics.definitions.definition import Band
 from rl_metrics.definitions.entries import BY_DESIGN, THUMB, mean, one, spread

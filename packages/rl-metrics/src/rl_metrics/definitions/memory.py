@@ -1,4 +1,4 @@
-"""The part of the table about memory: how much there is, and whose it is."""
+"""Metrics of memory by owner."""
 
 from rl_metrics.definitions.entries import one
 

@@ -1,4 +1,4 @@
-"""The part of the table about mixtures of experts: what the learner replays, and what that is good for."""
+"""Metrics of mixtures of experts: router replay and its benefit."""
 
 from rl_metrics.definitions.definition import Band, Metric
 from rl_metrics.definitions.entries import THUMB, mean

@@ -1,6 +1,6 @@
-"""The one table of every metric of the project.
+"""The table of all metrics.
 
-Names follow verl's where it has one, so that dashboards keep working.
+Names follow verl's where they exist, so that dashboards keep working.
 """
 
 from rl_metrics.definitions.async_training import ASYNC

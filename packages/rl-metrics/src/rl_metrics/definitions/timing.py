@@ -1,4 +1,4 @@
-"""The part of the table about time, speed and memory."""
+"""Metrics of time, speed and memory."""
 
 from rl_metrics.definitions.definition import Band
 from rl_metrics.definitions.entries import THUMB, mean, one, seconds

@@ -1,4 +1,4 @@
-"""The part of the table about validation; `{source}` is a data source, `{variable}` such as acc or reward."""
+"""Metrics of validation; `{source}` is a data source, `{variable}` a variable such as acc or reward."""
 
 from rl_metrics.definitions.definition import Metric
 from rl_metrics.definitions.entries import ZERO, mean, one

@@ -1,4 +1,4 @@
-"""What makes a run sick, named from what it recorded."""
+"""Diagnosis of unhealthy runs from their records."""
 
 from rl_metrics.doctor.diagnosing import diagnose
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Diagnosis, Reading

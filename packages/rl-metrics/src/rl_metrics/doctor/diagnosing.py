@@ -1,4 +1,4 @@
-"""All of the doctor's looks at one run."""
+"""The doctor's complete diagnosis of one run."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from rl_metrics.run_files.run_record import RunRecord
 
 
 def diagnose(run: RunRecord) -> Diagnosis:
-    """What is wrong with a run and why, as far as its records tell.
+    """Diagnose a run's problems and their causes from its records.
 
     Raises:
         OSError: A file cannot be read.

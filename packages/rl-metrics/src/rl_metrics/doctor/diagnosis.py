@@ -1,4 +1,4 @@
-"""What the doctor says of a run."""
+"""Types of the doctor's diagnosis."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +17,7 @@ State = Literal["right", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Why a run has an ailment.
+    """A cause of a problem.
 
     Attributes:
         name: Constant, such as "stale_weights".
@@ -36,7 +36,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ailment:
-    """Something that is wrong with a run.
+    """A problem of a run.
 
     Attributes:
         kind: Which.
@@ -72,7 +72,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What is wrong with a run and why, as far as its records tell.
+    """A run's problems and their causes, as far as its records show.
 
     Attributes:
         run: Its name.

@@ -1,4 +1,4 @@
-"""What the settings, metrics and events of a run say about engine and learner."""
+"""Facts about engine and learner from a run's settings, metrics and events."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

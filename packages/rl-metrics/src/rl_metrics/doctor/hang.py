@@ -1,4 +1,4 @@
-"""Why a run does not go on: from hang.json, else from where its files end."""
+"""Diagnosis of hangs from hang.json, or from the end of the run's files."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""What the doctor takes for a mismatch of engine and learner, each with its reason."""
+"""Thresholds of the diagnosis of mismatches between engine and learner, with reasons."""
 
 MIN_TOKENS = 30
 """With fewer nothing is said: a mean of 30 has a fifth of one value's spread."""

@@ -1,4 +1,4 @@
-"""Whose memory grows, and when it will be full: from the metrics of owners, and counts of Python objects."""
+"""Diagnosis of memory growth by owner, from metrics and from memory by line of code."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What metrics alone say of a mismatch, where no token's logprobs were written."""
+"""Diagnosis of a mismatch from metrics alone, if no logprobs per token were recorded."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Is there a mismatch of engine and learner, and what causes it: from both sides' logprobs of the same tokens."""
+"""Diagnosis of a mismatch from the engine's and the learner's logprobs of the same tokens."""
 
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
 from rl_metrics.doctor.facts import Facts

@@ -1,4 +1,4 @@
-"""What each cause of a mismatch is called, and what to try."""
+"""Titles and advice for the causes of a mismatch."""
 
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What health finds wrong with a run, as ailments with their causes."""
+"""Findings of the health rules as problems with causes."""
 
 import re
 from collections.abc import Sequence

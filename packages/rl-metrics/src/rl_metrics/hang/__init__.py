@@ -1,4 +1,4 @@
-"""Runs that hang: what every role did, who waited for whom, and why nothing happens."""
+"""Reports on hanging runs: each role's activity, the waits between roles, and the cause."""
 
 from rl_metrics.hang.report import HANG_FILE, GroupRow, HangReport, write_hang_report
 from rl_metrics.hang.verdict import judge_hang

@@ -1,6 +1,6 @@
-"""hang.json: what every role did when nothing had happened for too long, and who waited for whom.
+"""hang.json: each role's activity and waits when a run made no progress for too long.
 
-Sizes are bounded, so that a report is written in any case: stacks and texts are cut, and of groups the oldest are kept.
+Sizes are bounded, so that writing always succeeds: stacks and texts are cut, and only the oldest groups are kept.
 """
 
 import math
@@ -51,7 +51,7 @@ class GroupRow:
 
 @record
 class HangReport:
-    """A run in which nothing has happened for too long.
+    """The report of a run without progress.
 
     Attributes:
         at: Time of the report, in ISO 8601.

@@ -1,4 +1,4 @@
-"""Why nothing happens: follow who waits for whom to the end. Pure: from what the roles say of themselves."""
+"""Finds the cause of a hang by following the waits between roles. Pure functions of the roles' reports."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Whether a training is healthy, and why not."""
+"""Health rules and verdicts for training runs."""
 
 from rl_metrics.health.families import Family
 from rl_metrics.health.finding import SEVERITY_RANKS, Check, Evidence, Finding, Severity, Side, Status, Verdict

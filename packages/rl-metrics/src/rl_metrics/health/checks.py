@@ -1,4 +1,4 @@
-"""The kinds of checks: pure functions from series of a metric to what they say at each step.
+"""The kinds of checks: pure functions that evaluate series of metrics at each step.
 
 A check gets columns of finite numbers, each [n] float64 and of the same steps, and gives what it measured at each of
 these, and where that is wrong. Windows end at the step that is judged.

@@ -1,4 +1,4 @@
-"""Rules of convergence: does the policy move, and not too far at a time."""
+"""Convergence rules: the policy changes, in steps of moderate size."""
 
 from rl_metrics.definitions.entries import GUIDE, THUMB
 from rl_metrics.health.common_rules import (

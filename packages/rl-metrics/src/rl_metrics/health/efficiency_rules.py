@@ -1,4 +1,4 @@
-"""Rules of efficiency: where the time and the memory go."""
+"""Efficiency rules: use of time and memory."""
 
 from rl_metrics.definitions.entries import GUIDE, THUMB
 from rl_metrics.health.rules import Cause, Rule, Threshold, condition

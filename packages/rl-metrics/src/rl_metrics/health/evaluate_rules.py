@@ -1,4 +1,4 @@
-"""Looking at a run's metrics with the conditions of rules."""
+"""Evaluation of rule conditions on a run's metrics."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a run learns from: rules of policy gradients say nothing of a divergence from teachers."""
+"""Families of runs by learning signal, because rules for policy gradients do not apply to distillation."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args

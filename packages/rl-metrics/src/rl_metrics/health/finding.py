@@ -1,4 +1,4 @@
-"""What health says of a run: checks, findings, and the verdict of them all."""
+"""Types of a health verdict: checks, findings and the overall verdict."""
 
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -44,7 +44,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that is wrong with a run.
+    """A health problem of a run.
 
     Attributes:
         rule: Name of the rule that found it.

@@ -1,4 +1,4 @@
-"""The metrics of a run while they come in, without reading its file again."""
+"""A live history of a run's metrics, without rereading its file."""
 
 from array import array
 from bisect import bisect_left

@@ -1,4 +1,4 @@
-"""The rules that a run is judged by, unless a user gives others."""
+"""The default health rules."""
 
 from rl_metrics.health.convergence_rules import CONVERGENCE
 from rl_metrics.health.efficiency_rules import EFFICIENCY

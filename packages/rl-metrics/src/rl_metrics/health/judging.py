@@ -1,4 +1,4 @@
-"""Judging a run by rules: what each finds, why that may be, and which finding explains which."""
+"""Evaluation of health rules: findings, likely causes, and explanations between findings."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ def judge(
     events: Iterable[Mapping[str, Any]] = (),
     family: Family | None = None,
 ) -> Verdict:
-    """Whether a run is healthy at its newest step.
+    """Judge a run's health at its newest step.
 
     Args:
         history: Metrics of the run so far.

@@ -1,4 +1,4 @@
-"""Rules of stability about who generates and who learns: are engine and learner one policy."""
+"""Stability rules for the mismatch between engine and learner."""
 
 from rl_metrics.definitions.entries import THUMB
 from rl_metrics.health.common_rules import OFF_POLICY, PROVED_STALE, STUCK, TOO_FAST

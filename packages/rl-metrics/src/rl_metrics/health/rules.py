@@ -1,4 +1,4 @@
-"""What a health rule is: data that says what to look at, what is wrong, why that may be, and what to try."""
+"""Health rules as data: conditions, thresholds, causes and advice."""
 
 import difflib
 import re

@@ -1,4 +1,4 @@
-"""The verdict over a recorded run, by the rules that its own settings chose."""
+"""The verdict on a recorded run, by the rules in its settings."""
 
 import math
 import re
@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 
 def judge_run(run: RunRecord, *, thresholds: Mapping[str, float] | None = None, off: Collection[str] = ()) -> Verdict:
-    """Whether a recorded run is healthy at its newest step.
+    """Judge a recorded run's health at its newest step.
 
     Args:
         run: With `[health]` of its settings, where it has some.

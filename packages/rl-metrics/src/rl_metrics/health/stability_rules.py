@@ -1,4 +1,4 @@
-"""Rules of stability: is what trains sound, and are engine and learner one policy."""
+"""Stability rules: sound training data, and agreement of engine and learner."""
 
 from rl_metrics.definitions.entries import BY_DESIGN, GUIDE, THUMB
 from rl_metrics.health.common_rules import (

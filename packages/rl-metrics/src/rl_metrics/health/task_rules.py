@@ -1,4 +1,4 @@
-"""Rules of the task: does the policy learn what it is rewarded for."""
+"""Task rules: the policy learns what is rewarded."""
 
 from rl_metrics.definitions.entries import BY_DESIGN, GUIDE, THUMB
 from rl_metrics.health.common_rules import (

@@ -1,1 +1,1 @@
-"""Files of other trainers as folders of runs."""
+"""Importers of other trainers' files as runs."""

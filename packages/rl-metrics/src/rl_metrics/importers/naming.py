@@ -1,4 +1,4 @@
-"""What metrics of other trainers are called here."""
+"""Translation of other trainers' metric names."""
 
 import functools
 import re

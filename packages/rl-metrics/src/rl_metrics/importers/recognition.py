@@ -1,4 +1,4 @@
-"""Whose files somebody gave to the wrong importer."""
+"""Recognition of files given to the wrong importer."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The folder of a run that another trainer's files become."""
+"""Writes the folder of an imported run."""
 
 import math
 import shutil
@@ -34,7 +34,7 @@ MAX_NAMES = 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What an import gave.
+    """The result of an import.
 
     Attributes:
         folder: Of the run.

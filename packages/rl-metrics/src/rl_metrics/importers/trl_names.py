@@ -1,4 +1,4 @@
-"""What metrics of TRL's trainers are called here; one name is another thing in another trainer.
+"""Translation of TRL's metric names, whose meaning depends on the trainer.
 
 GRPO's `rewards/{function}/mean` is a part of the reward, DPO's `rewards/chosen` is a log ratio of the policy and the
 reference; GRPO's `loss` is of a policy gradient, that of SFT a cross entropy. Where there is no policy gradient, the

@@ -1,4 +1,4 @@
-"""From a step's batch, micro-batches and ranks to metrics."""
+"""Reductions of a step's batch, micro-batches and ranks to metrics."""
 
 from rl_metrics.reductions.async_training import summarize_processing_times, summarize_staleness
 from rl_metrics.reductions.distributions import batch_distributions, timing_distributions

@@ -1,4 +1,4 @@
-"""The values of a step's distributions: pure functions of a batch and its sessions' cost."""
+"""Values of a step's distribution metrics: pure functions of a batch and its sessions' timings."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Metrics of sessions of agents, from what the gateway counted in each."""
+"""Metrics of agent sessions from the gateway's counts."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

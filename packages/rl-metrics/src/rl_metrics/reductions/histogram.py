@@ -1,4 +1,4 @@
-"""Distributions in fixed memory, as sketches whose merges are exact.
+"""Histograms of bounded size with exact merges.
 
 A value counts in the bucket of its logarithm, so what is counted depends neither on how the values were split over
 micro-batches and ranks, nor on their order.
@@ -57,7 +57,7 @@ class Histogram:
     """
 
     def __init__(self) -> None:
-        """Make an empty one."""
+        """Create an empty histogram."""
         self._positive = CollapsingLowestDenseStore(BIN_LIMIT)
         self._negative = CollapsingLowestDenseStore(BIN_LIMIT)  # by magnitude
         self._num_zeros = 0
@@ -68,12 +68,12 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Finite values."""
+        """Number of finite values."""
         return int(self._negative.count) + self._num_zeros + int(self._positive.count)
 
     @property
     def num_nonfinite(self) -> int:
-        """NaN and infinite values, which are in nothing else."""
+        """Number of NaN and infinite values, which nothing else includes."""
         return self._num_nonfinite
 
     @property
@@ -113,7 +113,7 @@ class Histogram:
             self._add(numbers[part], None if counts is None else counts[part])
 
     def merge(self, other: "Histogram") -> None:
-        """Add everything that another one holds."""
+        """Add the values of another histogram."""
         self._check_room(other.count)
         self._positive.merge(other._positive)
         self._negative.merge(other._negative)
@@ -129,10 +129,10 @@ class Histogram:
         that are 0 or 1.
 
         Args:
-            q: From 0, the least value, to 1, the largest; both are exact.
+            q: From 0, the minimum, to 1, the maximum; both are exact.
 
         Raises:
-            DataError: q is outside.
+            DataError: q is outside of [0, 1].
         """
         if not 0 <= q <= 1:
             raise DataError(f"a quantile must be from 0 to 1; found {q}.")
@@ -172,7 +172,7 @@ class Histogram:
         return edges, np.bincount(places, weights=counts, minlength=len(edges) - 1).astype(np.int64)
 
     def to_json(self) -> dict[str, Json]:
-        """Everything as JSON values, exact: the same for the same values, however they were split."""
+        """Return the exact state as JSON values; equal for equal values, however they were split."""
         return {
             "accuracy": ACCURACY,
             "count": self.count,
@@ -187,10 +187,10 @@ class Histogram:
 
     @classmethod
     def from_json(cls, state: object) -> "Histogram":
-        """What `to_json` gave.
+        """Restore a histogram from `to_json`.
 
         Raises:
-            DataError: It is anything else.
+            DataError: The value is not a histogram's JSON.
         """
         histogram = cls()
         try:

@@ -1,4 +1,4 @@
-"""Memory of host and processes, as Linux tells it, and who owns it."""
+"""Memory of host and processes by owner, from Linux's /proc."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""How far the engine's logprobs are from the learner's: pure functions of a batch, in float64."""
+"""Differences between the engine's and the learner's logprobs: pure functions of a batch, in float64."""
 
 from typing import Any
 

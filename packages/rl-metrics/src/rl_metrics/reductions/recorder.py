@@ -1,7 +1,7 @@
-"""Values of one step, from micro-batches and ranks, reduced exactly as their definitions say.
+"""Exact reduction of one step's values over micro-batches and ranks.
 
-Sums are kept as fractions, so a reduced value is the correctly rounded one, and the same bits, however the
-values were split over micro-batches and ranks, and in whatever order they came. So are histograms.
+Sums are fractions, so reduced values are correctly rounded and bitwise independent of the order of values and their
+split over micro-batches and ranks. The same holds for histograms.
 """
 
 import math
@@ -80,7 +80,7 @@ class _Sum:
 
 
 class Recorder:
-    """Collects the metrics of one step; `reduce` gives one value each, and `histograms` the distributions.
+    """Collects the metrics of one step; `reduce` returns one value per metric, `histograms` the distributions.
 
     A NaN or infinite value is left out of its metric and counted in `nonfinite/{metric}`, which is reported
     only when there is one; so is a reduced value that is beyond every float. A value with weight 0 (the mean of
@@ -94,12 +94,12 @@ class Recorder:
         strict: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Make an empty recorder.
+        """Create an empty recorder.
 
         Args:
             definitions: The metrics that may be recorded.
-            strict: An undefined metric is an error (tests); False warns once and takes the mean.
-            clock: Seconds, for `timer`.
+            strict: True raises for an undefined metric (for tests); False warns once and uses the mean.
+            clock: Returns seconds, for `timer`.
         """
         self._definitions = definitions
         self._strict = strict
@@ -146,7 +146,7 @@ class Recorder:
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Record the time of a block as `timing_s/{phase}`, also when it raises."""
+        """Record the duration of a block as `timing_s/{phase}`, even if it raises."""
         started = self._clock()
         try:
             yield
@@ -154,7 +154,7 @@ class Recorder:
             self.record(f"timing_s/{phase}", self._clock() - started)
 
     def merge(self, other: "Recorder") -> None:
-        """Add everything that another recorder holds; of a "last" metric its value becomes the newest.
+        """Add another recorder's values; for a "last" metric, its value becomes the newest.
 
         Raises:
             DataError: The two define a metric differently.
@@ -171,7 +171,7 @@ class Recorder:
             self._histogram(name).merge(histogram)
 
     def reduce(self) -> dict[str, float]:
-        """One value of each metric, in the order in which they were first recorded.
+        """Return one value per metric, in the order of first recording.
 
         A metric without a weighted value is left out; one with only non-finite values is NaN.
         """
@@ -195,20 +195,20 @@ class Recorder:
         return values | nonfinite
 
     def histograms(self) -> dict[str, Histogram]:
-        """The distributions that have a finite value, in the order in which they were first recorded."""
+        """Return the distributions that have a finite value, in the order of first recording."""
         return {name: histogram for name, histogram in self._histograms.items() if histogram.count}
 
     def clear(self) -> None:
-        """Forget everything, for the next step."""
+        """Discard all values, for the next step."""
         self._sums.clear()
         self._histograms.clear()
 
     def definition(self, name: str) -> Metric:
-        """How this recorder defines a metric."""
+        """Return this recorder's definition of a metric."""
         return self._definitions.resolve(name, strict=self._strict)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything recorded as JSON values, exact, to send to another rank."""
+        """Return the exact state as JSON values, to send to another rank."""
         sums: dict[str, Any] = {
             name: {
                 "total": entry.total.as_integer_ratio(),
@@ -221,10 +221,10 @@ class Recorder:
         return sums | {name: {"histogram": one.to_json()} for name, one in self._histograms.items()}
 
     def merge_json(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add what another rank's `to_json` gave.
+        """Add the state from another rank's `to_json`.
 
         Raises:
-            DataError: It is anything else, or a name is undefined (strict).
+            DataError: The value is not a recorder's JSON, or a name is undefined (strict).
         """
         if not isinstance(state, Mapping):
             raise DataError(_OTHER_STATE.format(found=type(state).__name__))

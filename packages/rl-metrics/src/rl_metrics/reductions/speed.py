@@ -1,4 +1,4 @@
-"""What follows from the times of a step: milliseconds a token, and how much of the devices' peak was used."""
+"""Metrics derived from a step's times: milliseconds per token, and model FLOPs utilization."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Runs as a page: one HTML file, or served while they go on."""
+"""HTML reports of runs, as one file or served live."""
 
 from rl_metrics.report.writing import write_report
 

@@ -1,4 +1,4 @@
-"""Where a report's packed parts go: into the page itself, or into a folder that a server reads."""
+"""Destinations of a report's packed parts: the page itself, or a server's folder."""
 
 import base64
 from collections.abc import Callable

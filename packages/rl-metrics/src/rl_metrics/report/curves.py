@@ -1,4 +1,4 @@
-"""The metrics of a run as the page draws them: by chapter, with healthy bands, thinned where there are very many."""
+"""Curves of a run's metrics by chapter, with healthy bands; long curves are thinned."""
 
 from itertools import pairwise
 from typing import Any

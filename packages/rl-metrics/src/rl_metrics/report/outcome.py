@@ -1,4 +1,4 @@
-"""What a run came to, as the report's first view says it: what was trained, what changed, and how it ended."""
+"""A run's outcome for the report's first view: training, changes and end."""
 
 import math
 from collections.abc import Mapping, Sequence

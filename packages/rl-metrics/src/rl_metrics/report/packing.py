@@ -1,4 +1,4 @@
-"""How the report's page carries what it shows: a JSON header and typed columns, compressed."""
+"""The report's data format: a JSON header and typed columns, compressed."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The report's page: one HTML file that needs nothing beside it."""
+"""The report's page: one self-contained HTML file."""
 
 import base64
 import html

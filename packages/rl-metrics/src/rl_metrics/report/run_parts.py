@@ -1,4 +1,4 @@
-"""What a report says of one run beside its curves and trajectories."""
+"""A run's parts of a report beside curves and trajectories."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Which trajectories a report keeps when a run recorded more than it can carry."""
+"""Sampling of trajectories for a report of limited size."""
 
 from array import array
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Runs as a page that is renewed as they write, on this machine alone."""
+"""A local server of a page that updates while runs write."""
 
 import hmac
 import json
@@ -42,7 +42,7 @@ HEADERS = {
 
 
 class ReportServer:
-    """Serves the page of runs to who knows its address, from memory and a folder of its own."""
+    """Serves the page of runs under a secret address, from memory and its own folder."""
 
     def __init__(self, runs: Sequence[Path], *, port: int = 0, max_trajectories: int = MAX_TRAJECTORIES) -> None:
         """Pack the runs as they stand, and begin to answer.
@@ -53,8 +53,8 @@ class ReportServer:
             max_trajectories: Most of a run; a sample is kept of more.
 
         Raises:
-            SettingsError: There is no run, or max_trajectories is below 1.
-            DataError: A path is no run's.
+            SettingsError: No run was given, or max_trajectories is below 1.
+            DataError: A path is not a run.
             OSError: The port is taken, or a file cannot be read.
         """
         check_request(runs, max_trajectories)
@@ -86,22 +86,22 @@ class ReportServer:
 
     @property
     def url(self) -> str:
-        """Where the page is; who does not know it gets nothing."""
+        """The page's address, which contains a secret; other addresses return nothing."""
         return f"http://{LOOPBACK}:{self.port}/{self._token}/"
 
     @property
     def port(self) -> int:
-        """On loopback."""
+        """Port on loopback."""
         port: int = self._server.server_address[1]
         return port
 
     def wait(self) -> None:
-        """Return when `close` was called; Ctrl-C is a KeyboardInterrupt here."""
+        """Wait until `close` is called; Ctrl-C raises KeyboardInterrupt."""
         while not self._is_over.wait(LOOK_EVERY_S):
             pass
 
     def close(self) -> None:
-        """Answer no more. Can be called twice."""
+        """Stop the server. Idempotent."""
         if self._is_over.is_set():
             return
         self._is_over.set()

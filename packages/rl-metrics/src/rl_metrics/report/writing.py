@@ -1,4 +1,4 @@
-"""Reports of runs: one file, written while a run goes on or when it has ended."""
+"""Writes reports of running and finished runs to one file."""
 
 import glob
 import os
@@ -41,15 +41,15 @@ ENDINGS = (".html",)
 
 @converts_arguments
 def write_report(runs: Sequence[RunRecord], output: Path, *, max_trajectories: int = MAX_TRAJECTORIES) -> None:
-    """Write one HTML file that shows the runs, also ones that are still writing; it appears whole or not at all.
+    """Write one HTML file that shows the runs, including running ones; the write is atomic.
 
     Args:
-        runs: At least one; several are compared. What a record has read already is shown as it was read.
-        output: A file ending in .html, in a folder that is there.
-        max_trajectories: Most trajectories of a run; a sample is kept of more, worst cases in it.
+        runs: At least one run; several are compared. Data that a record has already read is not reread.
+        output: A .html file in an existing folder.
+        max_trajectories: Maximum number of trajectories per run; larger runs are sampled, with their worst cases.
 
     Raises:
-        SettingsError: There is no run, max_trajectories is below 1, or the output is no such file.
+        SettingsError: No run was given, max_trajectories is below 1, or the output's path is invalid.
         OSError: The file cannot be written, or a run's cannot be read.
     """
     check_request(runs, max_trajectories)

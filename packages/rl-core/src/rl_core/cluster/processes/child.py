@@ -1,7 +1,6 @@
 """The child's side of a role in a process: `python -m rl_core.cluster.processes.child FD PARENT MARK ROLE NUMBER`.
 
-It ends when its parent ends, however that happens: the socket closes, and a guard that watches both kills it and all of
-its own children.
+It ends whenever its parent ends: the socket closes, and a guard that watches both processes kills it and its children.
 """
 
 import asyncio
@@ -25,10 +24,10 @@ from rl_core.cluster.stacks import process_stacks
 
 
 class RoleServer:
-    """Runs one object's methods as calls come in."""
+    """Runs one object's methods for incoming calls."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Serve calls from this connection."""
+        """Initialize with this connection."""
         self._connection = connection
         self._send_lock = threading.Lock()
         self._role = ServedRole()
@@ -36,7 +35,7 @@ class RoleServer:
         self._has_ended = asyncio.Event()
 
     async def serve(self) -> None:
-        """Answer calls until the parent says that it is enough."""
+        """Answer calls until the parent sends the end."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(loop,), name="read parent", daemon=True).start()
         await self._has_ended.wait()

@@ -1,4 +1,4 @@
-"""How calls and answers lie on a socket: several together in a frame, large arrays as raw bytes behind it."""
+"""Wire format of calls and answers: a frame has several messages, followed by large arrays as raw bytes."""
 
 import pickle
 import socket
@@ -15,11 +15,11 @@ Numbered = tuple[int, Packed]
 """A call or an answer, with the call's number."""
 
 QUESTION = Packed(b"", ())
-"""What the other side does right now: its reader answers, whatever becomes of calls. No pickle is empty."""
+"""Request for stacks, which the other side's reader answers even if calls hang; a pickle is never empty."""
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends with large buffers, as far as the system allows."""
+    """Return two connected sockets, with buffers as large as the system allows."""
     ends = socket.socketpair()
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
@@ -27,10 +27,10 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send_frame(connection: socket.socket, messages: Sequence[Numbered] | None) -> None:
-    """Send messages that travel together; None says that there are no more.
+    """Send messages in one frame; None marks the end.
 
     Raises:
-        OSError: Nobody reads them any more.
+        OSError: The other side no longer reads.
     """
     buffers = [memoryview(buffer) for _, packed in messages or () for buffer in packed.buffers]
     header = pickle.dumps(
@@ -44,10 +44,10 @@ def send_frame(connection: socket.socket, messages: Sequence[Numbered] | None) -
 
 
 def receive_frame(connection: socket.socket) -> list[Numbered] | None:
-    """What the other side sent together; None when it says that there is no more.
+    """Receive the messages of one frame; None at the end.
 
     Raises:
-        OSError: The other side is gone; EOFError where it ended.
+        OSError: The connection is broken; EOFError if the other side closed it.
     """
     (size,) = HEADER_SIZE.unpack(_receive(connection, HEADER_SIZE.size))
     header = pickle.loads(_receive(connection, size))  # noqa: S301 - from our own process, see packing.py

@@ -1,11 +1,11 @@
-"""Ends what a role's process leaves behind; also a program of its own, which needs the standard library alone.
+"""Ends leftover processes of a role; also a standalone program that needs only the standard library.
 
-`python -I -S guard.py MARK LEADER KNOWN PID...` waits in the background until one of the processes is gone, and then
-ends the family.
+`python -I -S guard.py MARK LEADER KNOWN PID...` waits in the background until one of the processes ends, and then ends
+the family.
 
-A role's children can outlive it: a killed process ends nobody, and its children are then children of init. A *family*
-is what shares its session or its process group (`LEADER`), what has its mark in the environment, as all descendants
-have unless they write over it, and the children of all these. All of it is read from /proc.
+A role's children can outlive it: a killed process does not end its children, which init adopts. A *family* consists of
+the processes in its session or process group (`LEADER`), those with its mark in their environment (which descendants
+inherit unless they overwrite it), and the children of all these. The source of this information is /proc.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ LOOK_S = 0.5
 
 
 class Family(NamedTuple):
-    """Which processes belong together.
+    """Identifies processes that belong together.
 
     Attributes:
-        mark: Is in their environment; 32 characters, so that no other process has it by chance.
-        leader: Their session or process group; 0 where they have none of their own.
-        known: Further ones, each with the time at which it was started.
+        mark: Mark in their environment; 32 characters, so that no other process has it by chance.
+        leader: Their session or process group; 0 if they have none of their own.
+        known: Further processes, each with its start time.
     """
 
     mark: str
@@ -42,7 +42,7 @@ class Family(NamedTuple):
 
 
 class _Process(NamedTuple):
-    """A line of /proc."""
+    """A process's entry in /proc."""
 
     is_zombie: bool
     parent: int
@@ -52,14 +52,14 @@ class _Process(NamedTuple):
 
 
 def start_guard(family: Family, watched: Sequence[int]) -> int:
-    """Start the program, with nothing in its environment; it watches already when this returns.
+    """Start the guard with an empty environment; it is watching when this returns.
 
     Returns:
-        Its process id. It ends by itself when it is done.
+        Process id of the guard, which ends by itself.
 
     Raises:
-        OSError: No process could be started.
-        subprocess.CalledProcessError: One of the processes is gone, or the guard ran out of memory.
+        OSError: The process could not be started.
+        subprocess.CalledProcessError: A watched process has already ended, or the guard ran out of memory.
     """
     known = ",".join(f"{pid}:{started}" for pid, started in family.known)
     words = [family.mark, str(family.leader), known, *map(str, watched)]
@@ -75,7 +75,7 @@ def start_guard(family: Family, watched: Sequence[int]) -> int:
 
 
 def end_family(family: Family) -> None:
-    """Kill every process of a family but this one, and those that they start meanwhile; wait until none is left.
+    """Kill every process of a family except this one, including newly started ones, and wait for their end.
 
     Raises:
         ValueError: See `family_members`.
@@ -94,10 +94,10 @@ def end_family(family: Family) -> None:
 
 
 def family_members(family: Family) -> list[int]:
-    """Processes of this host that belong to a family, zombies apart.
+    """Return the processes of this host that belong to a family, except zombies.
 
     Raises:
-        ValueError: The mark is too short to be one; an empty one would be that of every process.
+        ValueError: The mark is too short; an empty one would match every process.
     """
     if len(family.mark) < MARK_LENGTH:
         raise ValueError(f"a mark has {MARK_LENGTH} characters or more; found {family.mark!r}.")
@@ -109,7 +109,7 @@ def family_members(family: Family) -> list[int]:
 
 
 def descendants(pid: int) -> frozenset[tuple[int, int]]:
-    """The children of a process, and theirs, each with the time at which it was started."""
+    """Return all descendants of a process, each with its start time."""
     processes, found = _processes(), {pid}
     while children := {child for child, process in processes.items() if process.parent in found} - found:
         found |= children
@@ -117,12 +117,12 @@ def descendants(pid: int) -> frozenset[tuple[int, int]]:
 
 
 def running_processes() -> list[int]:
-    """All of this host, zombies apart."""
+    """Return all processes of this host, except zombies."""
     return [pid for pid, process in _processes().items() if not process.is_zombie]
 
 
 def is_running(pid: int) -> bool:
-    """True for a process of this host that is there, and is not a zombie."""
+    """Return True if a process of this host exists and is not a zombie."""
     process = _read(pid)
     return process is not None and not process.is_zombie
 
@@ -154,10 +154,10 @@ def _read(pid: int) -> _Process | None:
 
 
 def watch(pids: Sequence[int]) -> Callable[[], object]:
-    """Something that waits until a process is gone.
+    """Return a function that waits until one of the processes ends.
 
     Raises:
-        ProcessLookupError: One is gone already.
+        ProcessLookupError: A process has already ended.
     """
     poll = select.poll()
     for pid in pids:

@@ -1,8 +1,8 @@
-"""The caller's side of a role in a process of its own.
+"""The caller's side of a role in its own process.
 
-Messages go over an inherited socket pair that nobody else can open, between a process and its own child. Nothing is
-read from disk or network here. Calls made in one turn of the event loop travel together and begin together there, as
-they would in this process: what the role makes of them does not depend on how fast they travel.
+Messages use an inherited socket pair between a process and its child, which no other process can open. This module
+reads nothing from disk or network. Calls made in one turn of the event loop are sent together and begin together in the
+child, as in this process: results do not depend on transport speed.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class ProcessIncarnation(RemoteIncarnation):
     """A role whose object lives in a child process."""
 
     def __init__(self, birth: Birth, options: ClusterOptions) -> None:
-        """Start the process; `start` also waits until the object is made."""
+        """Start the process; `start` waits for the object."""
         super().__init__(birth, options)
         folder = options.log_directory
         self._output = PrefixedOutput(self._spec) if folder is None else FileOutput(folder, self._spec)
@@ -92,7 +92,7 @@ class ProcessIncarnation(RemoteIncarnation):
         self._frames.put(calls)
 
     def _write(self) -> None:
-        """Send frame by frame, so that nobody else waits for a process that does not read."""
+        """Send frames from this thread, so that a process that does not read blocks no other thread."""
         with contextlib.suppress(OSError):  # it is dead; who watches it fails the calls
             while (frame := self._frames.get()) is not None:
                 send_frame(self._connection, frame)
@@ -105,7 +105,7 @@ class ProcessIncarnation(RemoteIncarnation):
                     self._calls.settle(number, packed)
 
     def _watch(self) -> None:
-        """Fail the waiting calls once the process is gone, even where its own children keep the socket open."""
+        """Fail pending calls once the process ends, even if its children keep the socket open."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         self._has_exited = True
         end_family(Family(self._mark, self.pid))
@@ -129,7 +129,7 @@ class ProcessIncarnation(RemoteIncarnation):
 def start_process(
     birth: Birth, mark: str, output: FileOutput | PrefixedOutput
 ) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-    """Start a child that waits for calls, and the connection to it."""
+    """Start a child process that serves calls, and return it with its connection."""
     parent, child = socket_pair()
     with child:
         words = [str(child.fileno()), str(os.getpid()), mark, str(birth.spec), str(birth.context.incarnation)]
@@ -151,7 +151,7 @@ def start_process(
 
 
 def child_environment(birth: Birth, mark: str) -> Mapping[str, str]:
-    """This process's environment, the role's own, its GPUs, the import path, and the mark of its descendants."""
+    """Return the child's environment: this process's, the role's, its GPUs, the import path and the family's mark."""
     environment = {**os.environ, **role_environment(birth.spec, mark)}
     if birth.slot is not None and "CUDA_VISIBLE_DEVICES" not in birth.spec.environment:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(birth.slot.taken.gpus)
@@ -159,7 +159,7 @@ def child_environment(birth: Birth, mark: str) -> Mapping[str, str]:
 
 
 def describe_exit(status: int | None) -> str:
-    """How a process ended, such as "was killed by signal SIGKILL (9)"."""
+    """Describe how a process ended, such as "was killed by signal SIGKILL (9)"."""
     if status is None:
         return "no longer answers"
     if status >= 0:

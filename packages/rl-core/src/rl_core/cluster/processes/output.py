@@ -1,4 +1,4 @@
-"""What a role's process prints: into its log file, or line by line onto stderr; its last lines are kept for errors."""
+"""Output of a role's process, to a log file or line by line to stderr; the last lines are kept for errors."""
 
 import contextlib
 import os
@@ -19,11 +19,11 @@ LINE_BYTES = 1 << 16
 STDERR = 2
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 NOT_SAID = ("=== ", ":actor_name:", ":job_id:", ":task_name:")
-"""How lines begin that the role did not print: ours, and Ray's."""
+"""Prefixes of lines that this module or Ray prints."""
 
 
 class FileOutput:
-    """Appended to a file, with a line before each incarnation."""
+    """Appends output to a file, with a header line for each incarnation."""
 
     def __init__(self, folder: Path, spec: RoleSpec) -> None:
         """Choose the file <role>-<rank>.log."""
@@ -33,41 +33,41 @@ class FileOutput:
         self._start = 0
 
     def open_for_child(self) -> IO[bytes]:
-        """The child's stdout and stderr."""
+        """Open the child's stdout and stderr."""
         self._file = self.path.open("ab")
         self._start = self._file.tell()
         return self._file
 
     def started(self, process: "subprocess.Popen[bytes]") -> None:  # noqa: ARG002
-        """The child runs."""
+        """Handle the child's start."""
         if self._file is not None:
             self._file.close()
 
     def tail(self) -> str:
-        """Its last lines."""
+        """Return the last lines."""
         return read_tail(self.path, self._start)
 
 
 class PrefixedOutput:
-    """Each line on this process's stderr, after the role's name in brackets."""
+    """Prints each line to this process's stderr, prefixed with the role's name in brackets."""
 
     def __init__(self, spec: RoleSpec) -> None:
-        """Say whose lines these are."""
+        """Set the role's name."""
         self._prefix = f"[{spec}] ".encode()
         self._lines: deque[bytes] = deque(maxlen=TAIL_LINES)
         self._thread: threading.Thread | None = None
 
     def open_for_child(self) -> int:
-        """The child's stdout and stderr."""
+        """Open the child's stdout and stderr."""
         return subprocess.PIPE
 
     def started(self, process: "subprocess.Popen[bytes]") -> None:
-        """The child runs."""
+        """Handle the child's start."""
         self._thread = threading.Thread(target=self._copy, args=(process.stdout,), name="role output", daemon=True)
         self._thread.start()
 
     def tail(self) -> str:
-        """Its last lines."""
+        """Return the last lines."""
         if self._thread is not None:
             self._thread.join(1.0)  # the process is gone, and its last lines may still be in the pipe
         return last_lines(b"".join(self._lines))
@@ -81,23 +81,23 @@ class PrefixedOutput:
 
 
 def _shown(line: bytes) -> bytes:
-    """A line as a terminal may have it: the last state of a progress bar, without colours, the rest escaped."""
+    """Return a line that is safe for a terminal: the last state of a progress bar, without colours, escaped."""
     text = COLOUR.sub("", line.decode(errors="replace").rstrip("\r\n"))
     return escaped(text.rpartition("\r")[2].expandtabs()).encode()
 
 
 def log_path(folder: Path, spec: RoleSpec) -> Path:
-    """A role's log file in a folder."""
+    """Return the path of a role's log file in a folder."""
     return folder / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', spec.name)}-{spec.rank}.log"
 
 
 def log_header(role: str, incarnation: int) -> str:
-    """The line that separates incarnations in a log file."""
+    """Return the header line of an incarnation in a log file."""
     return f"=== {role} incarnation {incarnation} pid {os.getpid()} {time.strftime('%Y-%m-%dT%H:%M:%S%z')} ===\n"
 
 
 def read_tail(path: Path, start: int) -> str:
-    """The last lines of a file, from a position on."""
+    """Return the last lines of a file after a position."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -108,12 +108,12 @@ def read_tail(path: Path, start: int) -> str:
 
 
 def last_lines(text: bytes) -> str:
-    """The last lines, as text."""
+    """Return the last lines as text."""
     lines = text[-TAIL_BYTES:].decode(errors="replace").splitlines()
     return "\n".join(lines[-TAIL_LINES:])
 
 
 def quote(tail: str) -> str:
-    """What an error says about the output."""
+    """Format the output for an error message."""
     lines = [line for line in tail.splitlines() if line.strip() and not line.startswith(NOT_SAID)]
     return "Its last output:\n" + "\n".join(f"  | {line}" for line in lines) if lines else "It printed nothing."

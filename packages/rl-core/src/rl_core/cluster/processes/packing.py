@@ -1,7 +1,7 @@
-"""Values as bytes, for a role's process: pickled, with arrays and CPU tensors beside the pickle, not copied into it.
+"""Serialization for a role's process: pickles, with arrays and CPU tensors as separate buffers without copies.
 
-The one place where roles' arguments and results are pickled. Both ends are processes of ours; nothing that was read
-from disk or that others sent is unpickled here.
+The only module that pickles roles' arguments and results. Both ends are our own processes; this module never unpickles
+data from disk or from others.
 """
 
 import io
@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 Buffer = Any
-"""Anything that has bytes: bytes, bytearray, memoryview, an array of uint8."""
+"""A bytes-like object: bytes, bytearray, memoryview or an array of uint8."""
 
 
 class Packed(NamedTuple):
-    """A value on its way.
+    """A serialized value.
 
     Attributes:
         body: The pickle.
-        buffers: What it refers to, flat bytes each, in order; of the sender's memory until they are sent.
+        buffers: Flat byte buffers that the pickle refers to, in order; the sender's memory until they are sent.
     """
 
     body: bytes
@@ -27,13 +27,13 @@ class Packed(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Of all of it."""
+        """Total size of pickle and buffers."""
         return len(self.body) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
 
 class _Pickler(pickle.Pickler):
     last: Any = None
-    """What was looked at last: the culprit where it fails."""
+    """The object visited last, which is the culprit of a failure."""
 
     def reducer_override(self, value: Any) -> Any:
         self.last = value
@@ -46,11 +46,11 @@ class _Pickler(pickle.Pickler):
 
 
 def pack(value: Any) -> Packed:
-    """Pickle a value; arrays and CPU tensors stay where they are.
+    """Pickle a value without copying arrays and CPU tensors.
 
     Raises:
-        TypeError: Something in it cannot be pickled, such as a lock, or a class that is local to a function; the
-            message says its type.
+        TypeError: A part cannot be pickled, such as a lock or a class that is local to a function; the message names
+            its type.
     """
     buffers: list[pickle.PickleBuffer] = []
     body = io.BytesIO()
@@ -67,12 +67,12 @@ def pack(value: Any) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """The value again; its arrays are views of the buffers."""
+    """Unpickle a value; its arrays are views of the buffers."""
     return pickle.loads(packed.body, buffers=packed.buffers)  # noqa: S301 - from our own process, see above
 
 
 def _is_plain(torch: Any, tensor: Any) -> bool:
-    """True for a tensor that its bytes, shape and dtype describe."""
+    """Return True if bytes, shape and dtype fully describe a tensor."""
     is_dense = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
     return bool(is_dense and tensor.is_leaf and not tensor.is_conj() and not tensor.is_neg())
 

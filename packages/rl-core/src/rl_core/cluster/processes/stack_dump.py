@@ -1,7 +1,7 @@
-"""The Python stacks of a process that does not answer: a signal has them written, without its interpreter.
+"""Python stacks of an unresponsive process, written by a signal handler without the interpreter.
 
-Each process of a role registers a handler in C, which needs no lock of the interpreter: it answers where code in C
-holds that lock, or waits for ever. It reads frames that other threads may be changing, and is therefore asked last.
+Each process of a role registers a C handler that does not need the GIL: it works even if C code holds the GIL or hangs.
+It reads frames that other threads may be changing, so it is the last resort.
 """
 
 import asyncio
@@ -18,15 +18,15 @@ from rl_core.cluster.stacks import MAX_TEXT, NOT_ANSWERED, cut_middle
 
 POLL_S = 0.01
 SETTLED_S = 0.1
-"""A dump that has not grown for this long is complete; nothing marks its end."""
+"""A dump that has not grown for this long counts as complete; it has no end marker."""
 _STATES = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "D": "waits in the kernel", "Z": "has ended"}
 
 
 def register_dump(mark: str) -> None:
-    """Have this process write its stacks on a signal, into a file in memory; nothing where there is no such signal.
+    """Register a signal handler that writes this process's stacks to an in-memory file; no-op if the signal is missing.
 
     Args:
-        mark: Mark of this role's incarnation, by which the file is found.
+        mark: Mark of this role's incarnation, which identifies the file.
     """
     if sys.platform == "linux":
         descriptor = os.memfd_create(_file_name(mark))
@@ -34,7 +34,7 @@ def register_dump(mark: str) -> None:
 
 
 def dump_of(pid: int, mark: str, *, deadline_s: float) -> str:
-    """The stacks of a process of this host that has registered with this mark; or that there are none, and why."""
+    """Return the stacks of a process of this host that registered with this mark, or the reason why there are none."""
     if sys.platform != "linux":
         return f"Stacks cannot be asked for by a signal on {sys.platform}."
     try:
@@ -59,12 +59,12 @@ def dump_of(pid: int, mark: str, *, deadline_s: float) -> str:
 async def ask_then_dump(
     ask: Callable[[], Awaitable[str]], dump: Callable[[float], Awaitable[str]], deadline_s: float
 ) -> str:
-    """Ask a process, and where it does not answer in half of the time, by a signal, with the rest.
+    """Ask a process for its stacks; after half of the time, fall back to the signal.
 
     Args:
-        ask: What its own code says.
-        dump: What a signal makes it write, in so many seconds.
-        deadline_s: For both.
+        ask: Asks the process's own code.
+        dump: Dumps stacks by the signal, within the given seconds.
+        deadline_s: Deadline for both together.
     """
     half_s = deadline_s / 2
     limit = asyncio.timeout(half_s)
@@ -90,7 +90,7 @@ async def ask_then_dump(
 
 
 def process_state(pid: int) -> str:
-    """What the kernel says of a process of this host, such as "is stopped by a signal (state T)"."""
+    """Describe the kernel's state of a process of this host, such as "is stopped by a signal (state T)"."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -99,7 +99,7 @@ def process_state(pid: int) -> str:
 
 
 def _stack_signal() -> int:
-    """One that nobody else uses; a process that has not registered for it would be killed."""
+    """Return an otherwise unused signal; it would kill a process without the handler."""
     if sys.platform == "linux":
         return int(signal.SIGRTMAX) - 5
     raise NotImplementedError("stacks are asked for by a signal on Linux alone.")
@@ -110,10 +110,10 @@ def _file_name(mark: str) -> str:
 
 
 def _find_file(pid: int, mark: str) -> str:
-    """The process's own name of the file.
+    """Return the file's path under the process's file descriptors.
 
     Raises:
-        OSError: It is gone, another user's, or has no such file.
+        OSError: The process has ended, belongs to another user, or has no such file.
     """
     for path in Path(f"/proc/{pid}/fd").iterdir():
         try:

@@ -1,4 +1,4 @@
-"""The actor of a role on Ray; imported by Ray's workers."""
+"""The Ray actor of a role; Ray's workers import this module."""
 
 import asyncio
 import contextlib
@@ -22,16 +22,16 @@ from rl_core.cluster.served import ServedRole
 from rl_core.cluster.stacks import process_stacks
 
 Wire = tuple[bytes, list[NDArray[np.uint8]]]
-"""A packed value as Ray sends it: its arrays are read from shared memory where they lie."""
+"""A packed value in Ray's form; its arrays are read in place from shared memory."""
 
 
 class Printed(NamedTuple):
-    """A file that gets what an actor prints.
+    """A file that receives an actor's output.
 
     Attributes:
-        path: On its node, or on a drive that others see as well.
-        inode: Tells it from another host's file of that name.
-        start: Where this incarnation begins.
+        path: Path on its node, or on a shared drive.
+        inode: Distinguishes it from another host's file with the same path.
+        start: Offset at which this incarnation's output begins.
     """
 
     path: str
@@ -40,13 +40,13 @@ class Printed(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """What an actor says of itself.
+    """An actor's description of itself.
 
     Attributes:
-        pid: Of its process.
-        node: Ray's name of its node.
-        address: Of its node, as others reach it.
-        printed: The files that get what it prints.
+        pid: Process id.
+        node: Ray's id of its node.
+        address: Address at which others reach its node.
+        printed: The files that receive its output.
     """
 
     pid: int
@@ -56,21 +56,21 @@ class Hello(NamedTuple):
 
 
 QUESTIONS = "questions"
-"""The concurrency group of what is asked beside calls: a thread and an event loop of its own."""
+"""The concurrency group of requests beside calls, with its own thread and event loop."""
 
 
 class RoleActor:
-    """Holds one role's object. Calls made together begin together, and all begin in their order."""
+    """Holds one role's object. Calls made together begin together, in order."""
 
     def __init__(self, role: str, incarnation: int, mark: str, log: str | None, umask: int) -> None:
-        """Have no object yet; print where it is said, and be watched.
+        """Redirect output and start the guard; the object is made later.
 
         Args:
-            role: Such as engine[0].
-            incarnation: Its number.
-            mark: Of its descendants; see `rl_core.cluster.processes.guard`.
-            log: File on its node for what it prints; None leaves it to Ray.
-            umask: Of the caller: what this process writes is as private as what the caller writes.
+            role: Name of the role, such as engine[0].
+            incarnation: Number of the incarnation.
+            mark: Mark of its descendants; see `rl_core.cluster.processes.guard`.
+            log: File on its node for its output; None leaves it to Ray.
+            umask: The caller's umask, so that files get the caller's permissions.
         """
         self._name, self._mark = role, mark
         self._role = ServedRole()
@@ -90,11 +90,11 @@ class RoleActor:
             start_guard(self._family(), [os.getpid(), os.getppid()])  # the parent is the node's own process
 
     def __repr__(self) -> str:
-        """What Ray puts before the lines that it prints."""
+        """Return the prefix that Ray prints before the actor's lines."""
         return self._name
 
     async def hello(self) -> Wire:
-        """Say where it is, as an answer."""
+        """Return the actor's `Hello`, packed as an answer."""
         self._loop = asyncio.get_running_loop()
         node = ray.get_runtime_context().get_node_id()
         util: Any = ray.util
@@ -102,10 +102,10 @@ class RoleActor:
         return to_wire(pack((True, hello)))
 
     async def run(self, frame: int, index: int, *calls: Wire) -> Wire:
-        """Answer one call of a frame; the first of them brings all.
+        """Answer one call of a frame; the first call carries the whole frame.
 
         Raises:
-            RuntimeError: The frame was lost on its way.
+            RuntimeError: The frame was lost in transit.
         """
         async with self._moved:
             if index == 0:
@@ -122,7 +122,7 @@ class RoleActor:
         return to_wire(answer)
 
     async def skip(self, frame: int) -> None:
-        """A frame was lost: later frames must not wait for it."""
+        """Skip a lost frame, so that later frames do not wait for it."""
         async with self._moved:
             await self._moved.wait_for(lambda: self._num_begun >= frame)
             if self._num_begun == frame:
@@ -130,15 +130,15 @@ class RoleActor:
 
     @ray.method(concurrency_group=QUESTIONS)
     async def stacks(self) -> Wire:
-        """What this process does right now, as an answer; also where the event loop of its calls is blocked."""
+        """Return this process's stacks, packed as an answer; works even if the event loop of its calls is blocked."""
         return to_wire(pack((True, process_stacks(self._loop))))
 
     async def lives(self) -> None:
-        """Never answered: that it fails is how the caller learns of a death."""
+        """Never return; the call's failure notifies the caller of a death."""
         await asyncio.Event().wait()
 
     async def end(self) -> None:
-        """Close the object, and end what it has started."""
+        """Close the object, and end processes that it started."""
         try:
             await self._role.close()
         except Exception:
@@ -158,12 +158,12 @@ class RoleActor:
 
 
 def to_wire(packed: Packed) -> Wire:
-    """A packed value for Ray."""
+    """Convert a packed value for Ray."""
     return packed.body, [np.frombuffer(buffer, dtype=np.uint8) for buffer in packed.buffers]
 
 
 def print_into(path: Path) -> None:
-    """Have this process print into a file."""
+    """Redirect this process's output to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -173,7 +173,7 @@ def print_into(path: Path) -> None:
 
 
 def printed_files() -> list[Printed]:
-    """The files that get what this process prints, and how long they are now."""
+    """Return the files that receive this process's output, with their current sizes."""
     found: dict[str, Printed] = {}
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
@@ -185,12 +185,12 @@ def printed_files() -> list[Printed]:
 
 
 def is_seen_here(printed: Sequence[Printed]) -> bool:
-    """True where these files are those of this host."""
+    """Return True if these files are visible on this host."""
     with contextlib.suppress(OSError):
         return all(Path(file.path).stat().st_ino == file.inode for file in printed)
     return False
 
 
 def read_printed(printed: Sequence[Printed]) -> str:
-    """The last lines of each file."""
+    """Return the last lines of each file."""
     return "\n".join(read_tail(Path(file.path), file.start) for file in printed)

@@ -1,4 +1,4 @@
-"""The caller's side of a role in an actor of Ray."""
+"""The caller's side of a role in a Ray actor."""
 
 import asyncio
 import contextlib
@@ -29,18 +29,18 @@ from rl_core.errors import RoleError
 from rl_core.files.file_modes import current_umask
 
 MAX_WAITING = 100_000
-"""Calls that may wait in an actor at once."""
+"""Maximum number of concurrent calls in an actor."""
 GONE_S = 5.0
 SUSPECTED_S = 3.0
-"""How long an actor that a call did not find may stay unsaid by Ray: with its last lines, less than 5 s."""
+"""Maximum wait for Ray to report the death of an unreachable actor; with its last lines, less than 5 s in total."""
 LAST_LINES_S = 2.0
 
 
 class RayIncarnation(RemoteIncarnation):
-    """A role whose object lives in an actor."""
+    """A role whose object lives in a Ray actor."""
 
     def __init__(self, birth: Birth, options: ClusterOptions) -> None:
-        """Ask for the actor; `start` also waits until the object is made."""
+        """Request the actor; `start` waits for the object."""
         super().__init__(birth, options)
         self._num_frames = 0
         self._is_suspected = False
@@ -53,7 +53,7 @@ class RayIncarnation(RemoteIncarnation):
 
     @property
     def lost_its_node(self) -> bool:
-        """True where it ended before it had begun, as Ray did not know yet that the node was gone."""
+        """True if it ended before it began, because Ray had not yet noticed the loss of its node."""
         return self._hello is None and "its node has died" in self._end_text
 
     @property
@@ -79,7 +79,7 @@ class RayIncarnation(RemoteIncarnation):
         )
 
     async def _ask(self, method: str, answer: Any) -> Any:
-        """Wait for what the actor says of itself, as for a call."""
+        """Await an actor's reply to a request beside calls, tracked like a call."""
         number, future = self._calls.begin(method)
         answer.future().add_done_callback(self._settler(number, None))
         try:
@@ -107,7 +107,7 @@ class RayIncarnation(RemoteIncarnation):
             answer.future().add_done_callback(self._settler(number, frame if is_first else None))
 
     def _settler(self, number: int, frame: int | None) -> Callable[["Future[Any]"], None]:
-        """What to do with an answer of Ray; it is called in one of Ray's threads, which must not wait."""
+        """Return the callback for a reply of Ray; it runs in a thread of Ray's and must not block."""
 
         def settle(answer: "Future[Any]") -> None:
             error = answer.exception()
@@ -125,7 +125,7 @@ class RayIncarnation(RemoteIncarnation):
         return settle
 
     def _suspect(self, error: BaseException) -> None:
-        """A call found no actor; Ray says soon whether it ended, and where it does not, that is its end too."""
+        """Handle an unreachable actor: wait briefly for Ray to report its death, then treat it as dead."""
         with self._lock:
             is_first, self._is_suspected = not self._is_suspected, True
         if is_first:
@@ -154,7 +154,7 @@ class RayIncarnation(RemoteIncarnation):
         end_family(Family(self._mark))
 
     def _has_died(self, lived: "Future[Any]") -> None:
-        """Ray says so, in one of its threads, which must not wait."""
+        """Handle the death that Ray reports; runs in a thread of Ray's and must not block."""
         threading.Thread(target=self._report, args=(lived.exception(),), name=f"end {self._spec}", daemon=True).start()
 
     def _report(self, error: BaseException) -> None:
@@ -174,7 +174,7 @@ class RayIncarnation(RemoteIncarnation):
         return f"the actor of {self._spec}{where} ended", self._end_text
 
     def _output(self) -> str:
-        """Its last lines, from the node where they are."""
+        """Return its last lines, read on its node."""
         hello = self._hello
         if hello is None:
             return "It printed nothing."
@@ -189,7 +189,7 @@ class RayIncarnation(RemoteIncarnation):
 
 
 def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
-    """Ask Ray for an actor; nothing is waited for."""
+    """Request an actor from Ray, without waiting."""
     spec, slot = birth.spec, birth.slot
     log = None if options.log_directory is None else str(log_path(options.log_directory.absolute(), spec))
     wanted: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
@@ -210,15 +210,15 @@ def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
 
 
 def store(packed: Packed) -> Any:
-    """Put a call into Ray's object store, for several actors."""
+    """Put a call for several actors into Ray's object store."""
     return ray.put(to_wire(packed))
 
 
 def read_there(hello: Hello, deadline_s: float) -> str:
-    """The last lines that an actor printed, from its node.
+    """Read an actor's last lines on its node.
 
     Raises:
-        ray.exceptions.RayError: The node does not answer in time.
+        ray.exceptions.RayError: The node did not answer in time.
     """
     there = NodeAffinitySchedulingStrategy(hello.node, soft=False)
     reading = ray.remote(read_printed).options(num_cpus=0, scheduling_strategy=there).remote(hello.printed)
@@ -226,7 +226,7 @@ def read_there(hello: Hello, deadline_s: float) -> str:
 
 
 def dump_there(hello: Hello, mark: str, deadline_s: float) -> str:
-    """An actor's stacks, by a signal that a process of its node sends; or that there are none, and why."""
+    """Return an actor's stacks by a signal sent from its node, or the reason why there are none."""
     there = NodeAffinitySchedulingStrategy(hello.node, soft=False)
     remote: Any = ray.remote
     try:
@@ -237,5 +237,5 @@ def dump_there(hello: Hello, mark: str, deadline_s: float) -> str:
 
 
 def _shorten(error: BaseException) -> str:
-    """What Ray says of an end, without its advice."""
+    """Shorten Ray's description of a death by removing its advice."""
     return " ".join(str(error).split()).partition(" Some common causes")[0]

@@ -1,4 +1,4 @@
-"""Resource pools as placement groups of Ray."""
+"""Resource pools as Ray placement groups."""
 
 import contextlib
 import logging
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class RayReserver:
-    """The CPUs and GPUs of a Ray cluster."""
+    """Reserves CPUs and GPUs of a Ray cluster."""
 
     def begin(self, pool: ResourcePool) -> PlacementGroup:
         """See `Reserver.begin`."""
@@ -52,12 +52,12 @@ class RayReserver:
 
 
 def free_pools_of(mark: str) -> None:
-    """Release what a dead role and its descendants had reserved; Ray keeps it while their driver is alive.
+    """Release the pools of a dead role and its descendants, which Ray keeps while their driver is alive.
 
-    It raises nothing: what Ray refuses is warned of.
+    Logs Ray's errors as warnings instead of raising them.
 
     Args:
-        mark: Of its descendants; see `rl_core.cluster.processes.guard`.
+        mark: Mark of its descendants; see `rl_core.cluster.processes.guard`.
     """
     if not ray.is_initialized():
         return
@@ -71,10 +71,10 @@ def free_pools_of(mark: str) -> None:
 
 
 def check_room(pool: ResourcePool) -> None:
-    """Refuse a pool that the cluster could not hold though it were empty.
+    """Check that an empty cluster could hold a pool.
 
     Raises:
-        SettingsError: That is so.
+        SettingsError: The cluster is too small.
     """
     nodes = [node for node in ray_nodes() if node["Alive"]]
     rooms = [count_room(_shares(node["Resources"]), pool.cpus, pool.gpus, at_most=pool.size) for node in nodes]
@@ -94,14 +94,14 @@ def check_room(pool: ResourcePool) -> None:
 
 
 def say_free() -> str:
-    """The cluster's resources, and the free ones."""
+    """Describe the cluster's total and free resources."""
     untyped: Any = ray
     there, free = untyped.cluster_resources(), untyped.available_resources()
     return f"the Ray cluster has {_describe(there)}; free: {_describe(free)}"
 
 
 def ray_nodes() -> list[dict[str, Any]]:
-    """Every node, dead ones as well, as Ray describes them."""
+    """Return Ray's description of every node, including dead ones."""
     untyped: Any = ray
     found: list[dict[str, Any]] = untyped.nodes()
     return found

@@ -1,4 +1,4 @@
-"""Roles on Ray: an actor each, in placement groups; starts or joins Ray, and ends the Ray that it started."""
+"""Roles as Ray actors in placement groups."""
 
 import asyncio
 import os
@@ -23,16 +23,16 @@ from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
 from rl_core.errors import RoleDiedError
 
 SHARED_BYTES = 100_000
-"""Arguments for several roles are stored once from this size on; Ray sends smaller ones with the call."""
+"""Minimum size at which arguments for several roles are stored once; smaller ones are sent with each call."""
 
 
 class RayLauncher:
-    """Starts actors; starts or joins Ray when the first one is asked for, and ends the Ray that it started."""
+    """Starts actors; starts or joins Ray for the first one, and ends the Ray that it started."""
 
     settle_s = 3.0  # of a lost node it knows after 1.5 to 3 s
 
     def __init__(self, options: ClusterOptions) -> None:
-        """Use this Ray."""
+        """Initialize with these options; Ray is not started yet."""
         self._options = options
         address = options.ray.address
         self.place = "Ray on this machine" if address is None else f"the Ray cluster at {address}"
@@ -57,7 +57,7 @@ class RayLauncher:
         return store(packed) if len(call.specs) > 1 and packed.size_bytes > SHARED_BYTES else to_wire(packed)
 
     async def launch(self, birth: Birth) -> Incarnation:
-        """See `Launcher.launch`; where a node is lost, another one is tried."""
+        """See `Launcher.launch`; retries on another node if a node is lost."""
         ends_at = time.monotonic() + birth.deadline_s
         while True:
             incarnation = RayIncarnation(birth, self._options)
@@ -90,20 +90,20 @@ class RayLauncher:
 
 
 class RaySession:
-    """The Ray that clusters of this process started or joined together; the last one to leave ends it.
+    """The Ray that this process's clusters share; the last cluster to leave ends it.
 
-    One thread starts it, and stays: the kernel ends Ray's processes with the thread that started them.
+    One thread starts it and keeps running: the kernel ends Ray's processes with the thread that started them.
     """
 
     def __init__(self) -> None:
-        """Nothing was started."""
+        """Initialize without Ray."""
         self._lock = threading.Lock()
         self._num_clusters = 0
         self._leave = threading.Event()
         self._thread: threading.Thread | None = None
 
     def enter(self, options: ClusterOptions) -> bool:
-        """Start or join Ray, where it does not run; True where it must be left again."""
+        """Start or join Ray unless it is running; return True if `leave` must follow."""
         with self._lock:
             if not self._num_clusters:
                 if sys.modules["ray"].is_initialized():
@@ -113,7 +113,7 @@ class RaySession:
             return True
 
     def leave(self) -> None:
-        """One cluster less."""
+        """Leave Ray; the last cluster ends it."""
         with self._lock:
             self._num_clusters -= 1
             if not self._num_clusters and self._thread is not None:
@@ -142,7 +142,7 @@ class RaySession:
 
 
 def start_guarded_ray(options: RayOptions) -> int | None:
-    """Start or join Ray; gives the process that ends what was started, should this process be killed."""
+    """Start or join Ray; return the guard that ends started processes if this process is killed."""
     before = descendants(os.getpid())
     start_ray(options)
     if options.address is not None or sys.platform != "linux":
@@ -151,11 +151,11 @@ def start_guarded_ray(options: RayOptions) -> int | None:
 
 
 def _leave_late(opening: "Future[bool]") -> None:
-    """Leave a Ray that came when its cluster was closed already."""
+    """Leave a Ray that became ready after its cluster was closed."""
     if opening.exception() is None and opening.result():
         SESSION.leave()
 
 
 RAY_POOLS = PoolBook(RayReserver())
-"""Of this process: two clusters that name the same pool share it."""
+"""The Ray pools of this process; clusters that name the same pool share it."""
 SESSION = RaySession()

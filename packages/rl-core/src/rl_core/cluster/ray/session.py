@@ -1,6 +1,6 @@
-"""Ray for this process: token authentication on, every socket on loopback unless told otherwise.
+"""Ray for this process, with token authentication and, by default, sockets on loopback only.
 
-The one file that starts Ray or joins it. A Ray that somebody else started is used as it is.
+The only file that starts or joins Ray. A Ray that is already running is used unchanged.
 """
 
 import logging
@@ -23,7 +23,7 @@ from rl_core.record_fields import settings_record
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_TOKEN = Path("~/.ray/auth_token")
-"""Where Ray itself looks for one."""
+"""Ray's own default path of the token."""
 NUM_STARTS = 2
 ENDING_S = 10.0
 PAUSE_S = 0.02
@@ -40,7 +40,7 @@ FAST_DEATH = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""A node that is gone is noticed within 5 s; by default, Ray takes 15."""
+"""Detects a lost node within 5 s; Ray's default is 15 s."""
 
 
 @settings_record
@@ -64,18 +64,18 @@ class RayOptions:
 FOLDER_PREFIX = "rl-ray-head-"
 
 _folders: list[tuple[Path, int]] = []
-"""Of the Ray started here, with the lock that says that this process lives."""
+"""Folders of the Ray started here, with the lock that marks this process as alive."""
 _entered: list[Any] = []
-"""The module, where Ray was started or joined here."""
+"""The `ray` module once Ray was started or joined here."""
 
 
 def start_ray(options: RayOptions | None = None) -> Any:
-    """Give the `ray` module, started or joined; what runs already is used as it is, with its own authentication.
+    """Start or join Ray and return the `ray` module; a running Ray is used unchanged, with its authentication.
 
     Raises:
         MissingExtraError: Ray is not installed.
         SettingsError: RAY_AUTH_MODE turns authentication off, or a token is missing.
-        RoleError: The cluster does not answer, or refuses the token; or Ray did not start in time, twice.
+        RoleError: The cluster does not answer or refuses the token, or Ray twice failed to start in time.
     """
     options = options or RayOptions()
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
@@ -107,7 +107,7 @@ def start_ray(options: RayOptions | None = None) -> Any:
 
 
 def _is_started(ray: Any, options: RayOptions, arguments: Mapping[str, Any]) -> bool:
-    """Start Ray on this machine; False where it took too long, which Ray cannot be told to allow."""
+    """Start Ray on this machine; return False if it exceeded Ray's fixed time limit."""
     parent = Path("/tmp")  # noqa: S108 - a short path, since Ray puts sockets below it; the folder is private
     remove_unlocked_folders(parent.glob(f"{FOLDER_PREFIX}*"))
     path, lock = make_locked_folder(parent, FOLDER_PREFIX, mode=0o700)
@@ -131,9 +131,9 @@ def _is_started(ray: Any, options: RayOptions, arguments: Mapping[str, Any]) -> 
 
 
 def _end_processes_of(folder: str) -> None:
-    """End what a start that failed has left running: all that has this start's folder on its command line.
+    """End leftovers of a failed start: processes with this start's folder on their command line.
 
-    A child that was started a moment ago has no command line yet: it is looked at again.
+    A new child has no command line yet, so it is checked again.
     """
     ends_at = time.monotonic() + ENDING_S
     while time.monotonic() < ends_at:
@@ -148,14 +148,14 @@ def _end_processes_of(folder: str) -> None:
 
 
 def _command_line(pid: int) -> bytes:
-    """Empty for a process that is just being started, and for one that is gone."""
+    """Return a process's command line; empty for one that is starting or has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
 
 
 def import_ray(options: RayOptions) -> Any:
-    """Give the `ray` module, told how to authenticate, not started.
+    """Return the `ray` module, configured for authentication but not started.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -175,7 +175,7 @@ def import_ray(options: RayOptions) -> Any:
 
 
 def _read_environment_again() -> None:
-    """Tell a Ray that was imported before what it reads at its import; `ray.init` itself does so for the mode."""
+    """Update values that an already imported Ray read at import; `ray.init` rereads the mode itself."""
     from ray import _raylet
     from ray._private import ray_constants
 
@@ -186,10 +186,10 @@ def _read_environment_again() -> None:
 
 
 def prepare_environment(options: RayOptions) -> None:
-    """Set what Ray, and the workers that it starts, read from the environment.
+    """Set the environment variables of Ray and its workers.
 
     Raises:
-        SettingsError: RAY_AUTH_MODE is something else, or the token of a cluster is missing.
+        SettingsError: RAY_AUTH_MODE has another value, or a cluster's token is missing.
     """
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode.lower() != "token":
@@ -213,7 +213,7 @@ def prepare_environment(options: RayOptions) -> None:
 
 
 def stop_ray() -> None:
-    """End what `start_ray` started, with every process of it, or leave what it joined; not a Ray that ran before."""
+    """End a Ray that `start_ray` started, with all its processes, or leave a joined one; keep one that ran before."""
     while _entered:
         _entered.pop().shutdown()
     while _folders:

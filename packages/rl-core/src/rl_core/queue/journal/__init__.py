@@ -1,1 +1,1 @@
-"""The queue's journal on disk, and the commands that read it."""
+"""The queue's journal on disk, and its inspection."""

@@ -1,7 +1,7 @@
-"""A queue on disk: groups, places of segments and counts in SQLite, written before anybody is answered.
+"""A queue's journal in SQLite: groups, places of segments and counts, written before any answer is sent.
 
-A `kill -9` loses nothing that was answered: what SQLite has committed is in the page cache. After a power failure the
-last transactions may be missing, and the segments of groups that are there may be torn; both is found and reported.
+A `kill -9` loses no answered request: SQLite's commits are in the page cache. A power failure can lose the last
+transactions and truncate segments; recovery detects and reports both.
 """
 
 import contextlib
@@ -45,17 +45,17 @@ from rl_core.queue.journal.wal import read_wal
 from rl_core.queue.prompts import encode_prompt
 
 FORMAT_VERSION = 3
-"""The second had partitions; a queue that used none but the default one is still resumed."""
+"""Format 2 had partitions; a queue that only used the default partition can still be resumed."""
 
 READABLE_VERSIONS = (1, 2, FORMAT_VERSION)
 EPOCH_LEASES = 1 << 40
-"""Numbers of leases, and of segments, of one life of a queue; those of the next follow."""
+"""Range of lease and segment numbers for one server process; the next server uses the next range."""
 
 MAX_EPOCH = 1 << 21
-"""Lives of a queue; leases and segments have numbers of 62 bits."""
+"""Maximum number of server starts, as lease and segment numbers have 62 bits."""
 
 LOCK_DEADLINE_S = 1.0
-"""A process that was just killed lets go of its lock in a moment."""
+"""Maximum wait for the lock of a process that was just killed."""
 
 WRITE_GROUP = """
 INSERT INTO groups VALUES (?, ?, ?, ?, ?)
@@ -68,15 +68,15 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """What was found when a queue was opened again.
+    """Findings when a queue was reopened.
 
     Attributes:
-        prompts: How many are in each state.
-        num_acks: Acks that still count, of all tasks.
-        num_unsettled: Prompts listed to be generated, or finished being generated.
-        torn_journal_bytes: Bytes of a transaction that was being written, which do not count.
-        lost_segments: What is wrong with each segment that cannot be read; its prompts are issued again.
-        removed_slots: Slots that nothing refers to.
+        prompts: Number of prompts in each state.
+        num_acks: Number of valid acks over all tasks.
+        num_unsettled: Number of prompts with sessions still to be generated.
+        torn_journal_bytes: Bytes of an incomplete transaction, which is ignored.
+        lost_segments: The problem of each unreadable segment; its prompts are issued again.
+        removed_slots: Number of removed slots that nothing referred to.
     """
 
     prompts: Mapping[str, int]
@@ -88,15 +88,16 @@ class Recovery:
 
 
 class SqliteJournal:
-    """The journal of one queue, held by one server at a time."""
+    """The journal of one queue, open in at most one server."""
 
     def __init__(
         self, directory: Path, tasks: Sequence[TaskSpec], options: QueueOptions, *, clock: Callable[[], float]
     ) -> None:
-        """Open or make the journal in a directory.
+        """Open or create the journal in a directory.
 
         Raises:
-            JournalError: Another process has it open, it is damaged or of another version, or its tasks differ.
+            JournalError: Another process has the journal open, it is damaged or has another version, or its tasks
+                differ.
         """
         self._directory, self._tasks, self._options, self._clock = directory, tasks, options, clock
         with _translated(directory):
@@ -120,10 +121,10 @@ class SqliteJournal:
             raise
 
     def write(self, core: QueueCore) -> None:
-        """Write what has changed, all or nothing.
+        """Write changes atomically.
 
         Raises:
-            JournalError: The disk is full, or broken.
+            JournalError: The disk is full or failed.
         """
         counts = Counts(core.policy_version, dict(core.drops), dict(core.counts))
         with _translated(self._directory), self._transaction() as cursor:
@@ -141,7 +142,7 @@ class SqliteJournal:
             cursor.execute("INSERT OR REPLACE INTO meta VALUES ('counts', ?)", (msgspec.json.encode(counts),))
 
     def load(self, pins: Mapping[int, Counter[str]]) -> QueueCore:
-        """The state as it was last written; clients still look at the segments in `pins`."""
+        """Load the last written state; clients still read the segments in `pins`."""
         core = QueueCore(self._tasks, self._options)
         core.first_lease = self._epoch * EPOCH_LEASES + 1
         core.lease_ids = itertools.count(core.first_lease)
@@ -160,7 +161,7 @@ class SqliteJournal:
         return core
 
     def recover(self, store: SegmentStore) -> tuple[QueueCore, Recovery]:
-        """The state after a crash or a stop, with what cannot be read issued again, and a report."""
+        """Recover the state after a crash or stop, issue prompts with unreadable rows again, and return a report."""
         core = self.load({})
         lost = []
         for number in list(core.segments):
@@ -188,7 +189,7 @@ class SqliteJournal:
         return core, report
 
     def close(self) -> None:
-        """Let go of the file, and of the directory's lock."""
+        """Close the file and release the directory's lock."""
         with contextlib.suppress(sqlite3.Error):
             self._connection.close()
         lock, self._lock = self._lock, -1
@@ -247,18 +248,18 @@ class SqliteJournal:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """A connection without transactions of its own, usable from several threads one after the other."""
+    """Open a connection without implicit transactions; several threads may use it, one at a time."""
     uri = f"{path.resolve().as_uri()}?mode=rwc"
     connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0)
     return guarded(connection)
 
 
 def lock_directory(directory: Path) -> int:
-    """Take a directory's lock, which ends with the process; gives the descriptor.
+    """Lock a directory for the life of the process, and return the descriptor.
 
     Raises:
-        JournalError: Another process has it.
-        OSError: Its file is a link, or belongs to another user.
+        JournalError: Another process holds the lock.
+        OSError: The lock file is a link or belongs to another user.
     """
     descriptor = open_lock_file(directory / "lock")
     ends_at = time.monotonic() + LOCK_DEADLINE_S
@@ -295,7 +296,7 @@ def _task_names(encoded: bytes) -> list[str]:
 
 
 def _refuse_foreign(connection: sqlite3.Connection, directory: Path) -> None:
-    """Write nothing into a database of another program, or one that would do more than what it is told."""
+    """Refuse a database of another program, or one whose schema has side effects such as triggers."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     segments = [path for path in (directory / SEGMENTS).glob("*") if path.is_file()]
     if not tables and segments:

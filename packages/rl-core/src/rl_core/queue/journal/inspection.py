@@ -1,4 +1,4 @@
-"""Read a queue's directory without changing it: also while a server has it open, or after it was killed."""
+"""Read-only inspection of a queue's directory, also while a server has it open or after a crash."""
 
 import contextlib
 import mmap
@@ -41,19 +41,19 @@ from rl_core.queue.journal.wal import read_wal
 
 ADVICE = "Name the directory that the queue was given in QueueOptions(directory=...)."
 MAX_NAMED = 3
-"""Prompts that are named for each damaged segment."""
+"""Maximum number of prompts listed for a damaged segment."""
 
 
 def inspect_journal(directory: Path, *, is_verified: bool = False, limit: int | None = None) -> JournalReport:
-    """Read a queue's directory.
+    """Inspect a queue's directory.
 
     Args:
-        directory: Where the journal is.
-        is_verified: Take the checksum of every segment; otherwise look at sizes, headers and schemas.
-        limit: Prompts to give, in the order of issue; all when None.
+        directory: Directory of the journal.
+        is_verified: Verify every segment's checksum; otherwise check only sizes, headers and schemas.
+        limit: Maximum number of prompts to return, in issue order; None returns all.
 
     Raises:
-        JournalError: It is no queue's directory, damaged, or of another format version.
+        JournalError: The directory is not a queue's, is damaged, or has another format version.
     """
     database = directory / DATABASE
     try:
@@ -95,7 +95,7 @@ def inspect_journal(directory: Path, *, is_verified: bool = False, limit: int | 
 
 
 def server_pid(directory: Path) -> int | None:
-    """The process that has a queue's directory open, as far as the system says; takes no lock to find out."""
+    """Return the process that has a queue's directory open, if the system reports it; acquires no lock."""
     try:
         inode = (directory / "lock").stat().st_ino
         lines = Path("/proc/locks").read_text().splitlines()
@@ -112,7 +112,7 @@ def server_pid(directory: Path) -> int | None:
 
 
 class _Found(NamedTuple):
-    """What one pass through the database gives; `places` and `uids` are of the segments that prompts need."""
+    """Results of one pass through the database; `places` and `uids` describe the segments that prompts need."""
 
     format_version: int
     tasks: tuple[TaskSpec, ...]
@@ -138,11 +138,11 @@ def _log_of(database: Path) -> Path:
 
 @contextlib.contextmanager
 def _opened(database: Path) -> Iterator[sqlite3.Connection]:
-    """A connection that changes nothing, in one read transaction.
+    """Open a read-only connection in one read transaction.
 
-    With a log there may be a server, and SQLite reads beside it; its index of the log may be rewritten. Where it
-    cannot be, on a read-only file system, database and log are copied first. Without a log everything is in the
-    database, which is read as it lies: SQLite would leave a log and an index behind.
+    If a log exists, a server may be running; SQLite reads concurrently, and may rewrite its index of the log. On a
+    read-only file system, database and log are copied first. Without a log, the database is opened as immutable,
+    because SQLite would otherwise leave a log and an index behind.
     """
     before = _state_of(database)
     if before[1] == 0:
@@ -169,7 +169,7 @@ def _opened(database: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _state_of(database: Path) -> tuple[int, int]:
-    """When the database was last changed, and the size of its log."""
+    """Return the database's modification time and the size of its log."""
     log = _log_of(database)
     return database.stat().st_mtime_ns, log.stat().st_size if log.exists() else 0
 
@@ -182,7 +182,7 @@ def _connect(database: Path, mode: str) -> sqlite3.Connection:
 
 
 def _check_format(connection: sqlite3.Connection, directory: Path) -> None:
-    """Refuse databases of others, before anything of them is run: a view could run for ever."""
+    """Refuse foreign databases before running any query: a view could run forever."""
     try:
         found = _tables(connection)
     except sqlite3.DatabaseError as error:
@@ -292,7 +292,7 @@ def _check_segment(folder: Path, place: Any, *, is_verified: bool) -> None:
 
 
 def _file_of(place: Any) -> tuple[str, int] | None:
-    """Name and size of the file of a segment: a slot, or what a queue on Ray has written beside its object store."""
+    """Return name and size of a segment's file: a slot, or a file that a queue on Ray wrote."""
     match place:
         case [str(name), int(size)]:
             return name, size
@@ -303,10 +303,10 @@ def _file_of(place: Any) -> tuple[str, int] | None:
 
 @contextlib.contextmanager
 def _mapped(folder: Path, name: str, size: int) -> Iterator[memoryview]:
-    """The memory of a file, to read only.
+    """Map a file read-only.
 
     Raises:
-        SegmentError: It is not there, or too short.
+        SegmentError: The file is missing or too short.
     """
     if "/" in name or "\0" in name:
         raise SegmentError(f"a segment's file must lie in {SEGMENTS}; found {name!r}.")

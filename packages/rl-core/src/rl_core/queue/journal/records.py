@@ -1,4 +1,4 @@
-"""The records of a queue's database, bounded where they are read."""
+"""Records of a queue's database, with bounds that are checked on reading."""
 
 import sqlite3
 from collections.abc import Sequence
@@ -12,23 +12,23 @@ from rl_core.queue.group import MAX_SESSIONS, LatePart, Part, QueuedGroup
 from rl_core.queue.interface import PromptState
 
 DEFAULT_PARTITION: Final = "train"
-"""Of format 2."""
+"""The only partition of format 2 that can be resumed."""
 MAX_TOTAL_SESSIONS = 1 << 24
 UNREADABLE = (msgspec.MsgspecError, RecursionError, LookupError, TypeError, ValueError, ArithmeticError)
-"""What a record raises that was altered."""
+"""Exceptions raised for an altered record."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Version = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
-"""-1 for none."""
+"""A policy version; -1 means none."""
 
 Lease = Annotated[int, msgspec.Meta(gt=-(1 << 62), lt=1 << 62)]
-"""Below zero for what was finished without one."""
+"""A lease number; negative for groups finished without a lease."""
 
 
 class GroupRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What is kept of a group besides its uid, state and prompt; times are seconds of the wall clock.
+    """A group's record beside its uid, state and prompt; times are Unix seconds.
 
-    `partition` is of format 2, and never written.
+    `partition` exists in format 2 only and is never written.
     """
 
     num_sessions: Annotated[int, msgspec.Meta(ge=1, le=MAX_SESSIONS)]
@@ -44,7 +44,7 @@ class GroupRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
 
 
 class Counts(msgspec.Struct, forbid_unknown_fields=True):
-    """Numbers of the whole queue."""
+    """Counters of the whole queue."""
 
     policy_version: Version
     drops: dict[str, Number]
@@ -52,10 +52,10 @@ class Counts(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_meta(connection: sqlite3.Connection) -> dict[str, bytes]:
-    """What the queue as a whole notes.
+    """Read the queue's metadata.
 
     Raises:
-        JournalError: It is of another kind.
+        JournalError: A key or value has another type.
     """
     found = dict(connection.execute("SELECT key, value FROM meta").fetchall())
     if not all(isinstance(key, str) and isinstance(value, bytes) for key, value in found.items()):
@@ -64,10 +64,10 @@ def read_meta(connection: sqlite3.Connection) -> dict[str, bytes]:
 
 
 def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dict[int, Any], Counts]:
-    """Groups in the order of issue, places of segments, and counts.
+    """Read the groups in issue order, the places of segments, and the counts.
 
     Raises:
-        JournalError: Something in it cannot be read.
+        JournalError: A record cannot be read.
     """
     try:
         groups = [group_of(*row) for row in connection.execute("SELECT * FROM groups ORDER BY number")]
@@ -84,25 +84,25 @@ def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dic
 
 
 def read_places(connection: sqlite3.Connection) -> dict[int, Any]:
-    """Where each segment lies, by its number."""
+    """Read the place of each segment, by number."""
     rows = connection.execute("SELECT number, place FROM segments")
     return {checked_number(number): msgspec.msgpack.decode(place) for number, place in rows}
 
 
 def checked_number(number: int) -> int:
-    """A number of the journal's, after which there are others.
+    """Check that a number from the journal is below the maximum.
 
     Raises:
-        ValidationError: There are not.
+        ValidationError: The number is too large.
     """
     return msgspec.convert(number, Number)
 
 
 def refuse_many_sessions(groups: Sequence[QueuedGroup]) -> None:
-    """Refuse a journal whose sessions would take minutes to list.
+    """Refuse a journal with so many sessions that listing them would take minutes.
 
     Raises:
-        JournalError: There are too many.
+        JournalError: The journal has too many sessions.
     """
     total = sum(group.num_sessions for group in groups)
     if total > MAX_TOTAL_SESSIONS:
@@ -110,7 +110,7 @@ def refuse_many_sessions(groups: Sequence[QueuedGroup]) -> None:
 
 
 def group_of(number: int, uid: Any, state: Any, prompt: bytes, record: bytes) -> QueuedGroup:
-    """A row of the table of groups, checked."""
+    """Convert and check a row of the table of groups."""
     found = msgspec.json.decode(record, type=GroupRecord)
     group = QueuedGroup(
         uid=msgspec.convert(uid, str),
@@ -133,14 +133,14 @@ def group_of(number: int, uid: Any, state: Any, prompt: bytes, record: bytes) ->
 
 
 def refuse_partitions(tasks: bytes, directory: Path) -> None:
-    """Refuse a queue of format 2 whose tasks were of several partitions.
+    """Refuse a queue of format 2 whose tasks used several partitions.
 
     Args:
-        tasks: As the journal has them.
-        directory: Of the queue.
+        tasks: Tasks from the journal.
+        directory: Directory of the queue.
 
     Raises:
-        JournalError: It is one.
+        JournalError: The tasks used several partitions.
     """
     found = msgspec.json.decode(tasks, type=list[dict[str, Any]])
     others = {str(task.get("partition", DEFAULT_PARTITION)) for task in found} - {DEFAULT_PARTITION}

@@ -1,4 +1,4 @@
-"""What a queue's directory says: the report of `inspect_journal`, and the keys of `rl-core queue inspect --json`."""
+"""The report of `inspect_journal`; its fields are the keys of `rl-core queue inspect --json`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,23 +9,23 @@ from rl_core.queue.journal.database import Recovery
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectedPrompt:
-    """Where one prompt stands.
+    """The state of one prompt.
 
     Attributes:
-        uid: Which prompt.
+        uid: uid of the prompt.
         state: "issued", "settled", "done" or "dropped".
-        attempt: 1, and one more each time that it was issued again.
-        num_sessions: How many it was issued with.
-        sessions_settled: Sessions that gave rows, or none, or failed.
-        sessions_failed: Reason of each failed session, by its index.
-        sessions_missing: Indices of sessions that are not settled.
-        num_rows: Rows held.
-        num_tokens: Tokens of these rows.
-        size_bytes: Bytes of these rows' columns.
-        policy_versions: Oldest and newest policy version of its sampled tokens; None without any.
+        attempt: Starts at 1 and increases by one each time the prompt is issued again.
+        num_sessions: Number of sessions it was issued with.
+        sessions_settled: Number of sessions that were put, with or without rows, or failed.
+        sessions_failed: Reason for each failed session, by index.
+        sessions_missing: Indices of unsettled sessions.
+        num_rows: Number of rows held.
+        num_tokens: Number of tokens in these rows.
+        size_bytes: Size of these rows' columns.
+        policy_versions: Oldest and newest policy version of its sampled tokens; None without sampled tokens.
         acked_by: Tasks that have acked.
-        reason: Why it was dropped, or issued again.
-        issued_at: Seconds since 1970.
+        reason: Why it was dropped or issued again.
+        issued_at: Unix time in seconds.
     """
 
     uid: str
@@ -49,9 +49,9 @@ class DamagedSegment:
     """A segment that cannot be read.
 
     Attributes:
-        number: Which.
-        prompts: Some of the prompts that have rows in it; they are issued again when the queue is opened.
-        reason: What is wrong.
+        number: Number of the segment.
+        prompts: Some of the prompts with rows in it; opening the queue issues them again.
+        reason: Why it cannot be read.
     """
 
     number: int
@@ -64,15 +64,15 @@ class SegmentsReport:
     """The segments that prompts need.
 
     Attributes:
-        num_inline: Small ones, which lie in the database.
-        inline_bytes: Their bytes.
-        num_files: Those that lie in files.
+        num_inline: Number of small segments in the database.
+        inline_bytes: Size of these segments.
+        num_files: Number of segments in files.
         file_bytes: Size of these files.
-        num_elsewhere: Those that lie where only the backend knows; nothing is said about them.
-        num_other_files: Files that no segment needs: free slots, and such that are being written.
-        other_bytes: Their size.
-        damaged: What is missing, torn or altered.
-        is_verified: Every checksum was taken; otherwise only sizes, headers and schemas were looked at.
+        num_elsewhere: Number of segments in places known only to the backend; they are not checked.
+        num_other_files: Number of files that no segment needs: free slots, and slots being written.
+        other_bytes: Size of these other files.
+        damaged: Missing, truncated and altered segments.
+        is_verified: True if every checksum was verified; False if only sizes, headers and schemas were checked.
     """
 
     num_inline: int
@@ -88,27 +88,27 @@ class SegmentsReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalReport:
-    """A queue's directory.
+    """The contents of a queue's directory.
 
     Attributes:
-        directory: Where.
-        format_version: Of the journal.
-        keeper_pid: Process that has it open; None when no process of this host has, or the system does not say.
-        tasks: As the queue was opened last.
-        policy_version: The newest that the journal has.
-        states: Prompts in each state.
-        num_rows: Rows held.
-        num_tokens: Tokens of these rows.
-        size_bytes: Bytes of these rows' columns.
-        acks: Prompts that each task has acked, as far as they are not forgotten.
-        drops: Prompts dropped so far, by the beginning of their reason.
-        counts: What else the queue counts.
-        recovery: What was found when it was opened last.
-        wal_transactions: Whole transactions in the write-ahead log.
-        wal_torn_bytes: Bytes after them, of one that was cut off; with a server, of one that is being written.
-        segments: Where rows lie, and what is wrong there.
-        prompts: In the order of issue.
-        num_prompts_left_out: Prompts beyond the limit.
+        directory: Path of the directory.
+        format_version: Format version of the journal.
+        keeper_pid: Process that has it open; None if no process of this host has, or the system does not report it.
+        tasks: Tasks with which the queue was last opened.
+        policy_version: Newest policy version in the journal.
+        states: Number of prompts in each state.
+        num_rows: Number of rows held.
+        num_tokens: Number of tokens in these rows.
+        size_bytes: Size of these rows' columns.
+        acks: Number of prompts that each task has acked, without forgotten ones.
+        drops: Number of dropped prompts, by the first words of the reason.
+        counts: Other counters of the queue.
+        recovery: Findings when it was last opened.
+        wal_transactions: Number of complete transactions in the write-ahead log.
+        wal_torn_bytes: Bytes of an incomplete transaction after them; a running server may still be writing it.
+        segments: Places and problems of the segments.
+        prompts: Prompts in issue order.
+        num_prompts_left_out: Number of prompts beyond the limit.
     """
 
     directory: str

@@ -1,4 +1,4 @@
-"""A queue's directory as text for a terminal, which nothing in it can garble."""
+"""The report of a queue's directory as text that is safe for terminals."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -26,7 +26,7 @@ RIGHT = frozenset({"attempt", "settled", "failed", "missing", "rows", "tokens"})
 
 
 def as_text(report: JournalReport) -> str:
-    """The whole report: what holds for the queue, then a table with a line for each prompt."""
+    """Format the whole report: facts about the queue, then a table with one line per prompt."""
     return "\n".join([*_head(report), "", *_table(report)]) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The form of a queue's database, and what is refused before anything in it is believed."""
+"""The schema of a queue's database, and checks before its contents are trusted."""
 
 import contextlib
 import os
@@ -24,10 +24,10 @@ CREATE TABLE IF NOT EXISTS segments (number INTEGER PRIMARY KEY, place BLOB NOT 
 
 
 def require_plain_files(directory: Path) -> None:
-    """Refuse a journal whose files are pipes or devices, for which SQLite would wait.
+    """Refuse a journal whose files are pipes or devices, on which SQLite would block.
 
     Raises:
-        JournalError: Names the file.
+        JournalError: A file is not a regular file; the message names it.
     """
     for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}-journal"):
         if os.path.lexists(directory / name) and not (directory / name).is_dir():  # SQLite itself refuses folders
@@ -35,17 +35,17 @@ def require_plain_files(directory: Path) -> None:
 
 
 def guarded(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """A connection to a file that may say anything: no large cells, nothing that the file would have run."""
+    """Configure a connection to an untrusted file: no large cells, and no code from the file's schema."""
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
     connection.execute("PRAGMA trusted_schema = OFF")
     return connection
 
 
 def refuse_altered(connection: sqlite3.Connection, directory: Path) -> None:
-    """Refuse a journal that has triggers, views, indices or tables that a queue does not make, or broken pages.
+    """Refuse a journal with triggers, views, indices or tables that a queue does not create, or with broken pages.
 
     Raises:
-        JournalError: Names them.
+        JournalError: The schema differs or a page is broken; the message names the objects.
     """
     differing = schema_of(connection) ^ model_schema()
     if differing:
@@ -57,12 +57,12 @@ def refuse_altered(connection: sqlite3.Connection, directory: Path) -> None:
 
 
 def schema_of(connection: sqlite3.Connection) -> set[tuple[Any, ...]]:
-    """Everything that a database has: its type, name, table, and how it was made."""
+    """Return every object of a database: type, name, table and SQL."""
     return set(connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_master").fetchall())
 
 
 def model_schema() -> set[tuple[Any, ...]]:
-    """What `schema_of` says of a queue's journal."""
+    """Return the result of `schema_of` for a valid journal."""
     with contextlib.closing(sqlite3.connect(":memory:")) as model:
         model.executescript(TABLES)
         return schema_of(model)

@@ -1,4 +1,4 @@
-"""What the write-ahead log of an SQLite database holds after a crash: whole transactions, and a torn tail."""
+"""Analysis of SQLite's write-ahead log after a crash: complete transactions and a torn tail."""
 
 import struct
 from pathlib import Path
@@ -13,18 +13,18 @@ FRAME_HEADER = struct.Struct(">6I")
 MAX_BYTES = 1 << 30
 PAGE_BYTES = tuple(1 << power for power in range(9, 17))
 MAGICS = (0x377F0682, 0x377F0683)
-"""The last bit says in which byte order checksums are taken."""
+"""The last bit selects the byte order of checksums."""
 
 
 def read_wal(path: Path) -> tuple[int, int]:
-    """Look through a log; a missing one is empty.
+    """Scan a log; a missing log counts as empty.
 
     Returns:
-        The whole transactions, and the bytes after the last one that belong to one that was being written; SQLite
-        leaves them out.
+        The number of complete transactions, and the bytes of an incomplete one after them, which SQLite
+        ignores.
 
     Raises:
-        JournalError: It is no plain file, or too large.
+        JournalError: The log is not a regular file, or is too large.
 
     Source: the SQLite file format, section 4, the write-ahead log.
     """
@@ -59,7 +59,7 @@ def read_wal(path: Path) -> tuple[int, int]:
 
 
 def _end_of_turn(content: bytes, place: int, salts: tuple[int, int], frame_bytes: int) -> int:
-    """Where frames with these salts end."""
+    """Return the offset at which frames with these salts end."""
     while place + FRAME_HEADER.size <= len(content):
         if FRAME_HEADER.unpack_from(content, place)[2:4] != salts:
             return place
@@ -68,7 +68,7 @@ def _end_of_turn(content: bytes, place: int, salts: tuple[int, int], frame_bytes
 
 
 def _sums(start: tuple[int, int], content: bytes, order: str) -> tuple[int, int]:
-    """SQLite's checksum: two sums modulo 2**32, each including the other."""
+    """Return SQLite's checksum: two sums modulo 2**32, each including the other."""
     first, second = start
     whole = content[: len(content) // 8 * 8]
     for one, two in np.frombuffer(whole, dtype=f"{order}u4").reshape(-1, 2).tolist():

@@ -1,4 +1,4 @@
-"""The actors of a queue on Ray: a server that knows, and storages that own the rows; imported by Ray's workers."""
+"""The actors of a queue on Ray: a server with the state, and storages that own the rows."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from rl_core.queue.shared_memory.scratch import MappedScratches, ScratchName
 STORED = "stored"
 RESERVATION_S = 600.0
 MAX_WAITING = 100_000
-"""Calls that may wait in the server at once; beyond this, Ray would hold back even those that wake others."""
+"""Maximum number of concurrent calls in the server; above it, Ray would hold back calls that wake others."""
 
 Reference = ray.ObjectRef[Any]
 ServerWords = tuple[bytes, str | None, bool, int]
@@ -32,17 +32,17 @@ Answered = tuple[bytes, dict[str, list[Reference]]]
 
 
 class Storage:
-    """Owns rows: objects that it puts live as long as it, and somebody who knows them."""
+    """Owns rows: the objects that it puts live while it does and references to them exist."""
 
     def __init__(self) -> None:
-        """Own nothing yet."""
+        """Start without rows."""
         self._scratches = MappedScratches()
 
     def store_scratch(self, name: ScratchName, size_bytes: int, spill: str | None) -> list[Reference]:
-        """Keep a segment that a process of this host has written into a scratch.
+        """Store a segment that a process of this host wrote into a scratch.
 
         Raises:
-            SegmentError: It cannot be read there.
+            SegmentError: The segment cannot be read there.
             JournalError: The file cannot be written.
         """
         try:
@@ -54,7 +54,7 @@ class Storage:
         return self.store(segment, spill)
 
     def store(self, segment: NDArray[np.uint8], spill: str | None) -> list[Reference]:
-        """Keep a segment; written to a file as well, where the queue has a journal.
+        """Store a segment; also write it to a file if the queue has a journal.
 
         Raises:
             JournalError: The file cannot be written.
@@ -64,7 +64,7 @@ class Storage:
         return [ray.put(segment)]
 
     def load(self, spill: str) -> list[Reference]:
-        """A segment from its file.
+        """Load a segment from its file.
 
         Raises:
             SegmentError: The file cannot be read.
@@ -75,12 +75,12 @@ class Storage:
             raise SegmentError(f"{spill} cannot be read: {error.strerror}.") from error
 
     def node(self) -> str:
-        """The node that it runs on."""
+        """Return the node that this storage runs on."""
         return str(ray.get_runtime_context().get_node_id())
 
 
 class QueueServer:
-    """One queue's state; its methods wait without holding anybody else up."""
+    """One queue's state; its methods wait without blocking other calls."""
 
     def __init__(self, tasks: Sequence[TaskSpec], options: QueueOptions, clock: Callable[[], float]) -> None:
         """Open the queue.
@@ -99,14 +99,14 @@ class QueueServer:
     # -- what clients call
 
     async def hello(self) -> ServerWords:
-        """The tasks, the folder of segments where there is a journal, whether there are bounds, and the process."""
+        """Return the tasks, the journal's segment folder or None, whether capacity is bounded, and the process id."""
         folder = None if self._folder is None else str(self._folder)
         options = self._service.core.options
         is_bounded = options.capacity_rows is not None or options.capacity_bytes is not None
         return msgspec.json.encode(msgspec.to_builtins(self._tasks)), folder, is_bounded, os.getpid()
 
     async def request(self, client: str, body: bytes, references: dict[str, list[Reference]]) -> Answered:
-        """Answer a request; references of segments that it names, or that the answer names, come beside it."""
+        """Answer a request; references of the named segments accompany request and answer."""
         try:
             message = decode_request(body)
         except msgspec.MsgspecError as error:
@@ -122,7 +122,7 @@ class QueueServer:
         return encode(reply), self._named_in(reply)
 
     async def storage(self, node: str) -> tuple[Any, str]:
-        """The storage of a node, and its node: the server's where there is a journal, for its files are there."""
+        """Return a node's storage and the node; with a journal always the server's node, which has the files."""
         if self._folder is not None:
             node = str(ray.get_runtime_context().get_node_id())
         if node not in self._storages:
@@ -132,7 +132,7 @@ class QueueServer:
         return self._storages[node], node
 
     async def storage_is_gone(self, node: str, actor_id: str) -> None:
-        """A client could not reach a storage: the next one asks for a new one."""
+        """Forget a storage that a client could not reach; the next request creates a new one."""
         if self._folder is not None:
             node = str(ray.get_runtime_context().get_node_id())
         known = self._storages.get(node)
@@ -140,7 +140,7 @@ class QueueServer:
             del self._storages[node]
 
     async def close(self) -> None:
-        """Refuse who waits, and let the rows go."""
+        """Refuse waiting requests, and release the rows."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -153,10 +153,10 @@ class QueueServer:
     # -- the store of the service
 
     def allocate(self, size_bytes: int, client: str) -> Any:
-        """Clients bring their rows."""
+        """Return no place: clients bring their rows."""
 
     def free(self, place: Any) -> None:
-        """Let go of a segment, and of its file."""
+        """Free a segment and its file."""
         if isinstance(place, list):
             _, key, _, spill = place
             self._references.pop(key, None)
@@ -187,7 +187,7 @@ class QueueServer:
     # -- inside
 
     def _run(self) -> None:
-        """Let the service go on, and come back when something is due."""
+        """Run the service, and schedule its next run."""
         if self._is_closed:  # nothing is due, and its journal is closed
             return
         self._service.run()
@@ -204,15 +204,15 @@ class QueueServer:
 
 
 def encode(reply: Reply) -> bytes:
-    """An answer as bytes."""
+    """Encode an answer as bytes."""
     return msgspec.msgpack.encode(reply)
 
 
 def write_aside(path: Path, segment: NDArray[np.uint8]) -> None:
-    """Write a file under another name, and rename it: it is there whole, or not at all.
+    """Write a file atomically: under a temporary name, then rename it.
 
     Raises:
-        JournalError: The disk is full, or cannot be written.
+        JournalError: The disk is full or cannot be written.
     """
     aside = path.with_suffix(f".seg-{time.monotonic_ns()}")
     try:

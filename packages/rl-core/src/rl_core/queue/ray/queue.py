@@ -1,4 +1,4 @@
-"""The transfer queue across hosts, on Ray: rows as flat arrays in its object store, requests to a server actor."""
+"""The transfer queue across hosts, on Ray: rows in its object store, requests to a server actor."""
 
 import contextlib
 import os
@@ -32,9 +32,9 @@ RETRY_PAUSE_S = 0.1
 class RayQueue(TransferQueue):
     """A `TransferQueue` for the processes of a Ray cluster; send it to actors and tasks as an argument.
 
-    Starts Ray on this machine, with a token and on loopback, unless it runs already. The queue ends with the process
-    that made it. A server actor has the state; rows belong to storage actors, one on each node that puts, so that they
-    outlive who put them. A consumer that dies loses its leases when their time runs out.
+    Starts Ray on this machine, with a token and on loopback, unless it is already running. The queue ends with the
+    process that created it. A server actor holds the state. Storage actors, one per producing node, own the rows, so
+    that rows outlive their producers. A dead consumer's leases expire.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class RayQueue(TransferQueue):
         options: QueueOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the server.
+        """Start the queue's server.
 
         Args:
-            tasks: Every task that must ack a group before it is done.
-            options: Bounds, and the journal's directory, on the node of this process. With
-                a journal, a server that dies is started again by Ray and goes on.
-            clock: Seconds, for leases, as the server reads them; tests give their own.
+            tasks: All tasks; a group is done once every task has acked it.
+            options: Bounds and the journal's directory, on the node of this process. With a journal, Ray restarts a
+                dead server, which resumes.
+            clock: Returns seconds, for lease times in the server; tests pass their own.
 
         Raises:
             DataError: A task names an unknown column.
-            SettingsError: The tasks or options are impossible.
+            SettingsError: The tasks or options are invalid.
             JournalError: The journal's directory cannot be used.
         """
         options = checked_options(tasks, options)
@@ -80,7 +80,7 @@ class RayQueue(TransferQueue):
         return self
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
-        """Join the same queue where this is unpickled."""
+        """Pickle as a connection to the same queue."""
         return RayQueue._of, (self._server,)
 
     @property
@@ -141,7 +141,7 @@ class RayQueue(TransferQueue):
             return _with_references(decode_reply(body), named)
 
     def _refuse_gone(self, error: Exception, ends_at: float) -> None:
-        """After the server died: go on where Ray starts it again, else say what happened."""
+        """After the server's death, wait for Ray to restart it; otherwise raise an error with the cause."""
         if self._is_closed:
             raise NotReadyError("the transfer queue is closed.") from error
         if not self._has_journal:
@@ -155,12 +155,12 @@ class RayQueue(TransferQueue):
 
 
 class RayRows:
-    """Rows in Ray's object store, owned by storage actors; small ones travel with their messages."""
+    """Rows in Ray's object store, owned by storage actors; small segments are inlined in messages."""
 
     is_slow = True
 
     def __init__(self, server: Any, folder: str | None) -> None:
-        """Use the storages that this server names, and this folder for files where there is a journal."""
+        """Use this server's storages, and this folder for files if there is a journal."""
         self._server = server
         self._folder = folder
         self._storage: Any = None
@@ -168,11 +168,11 @@ class RayRows:
         self._scratches = Scratches()
 
     def prepare(self, batch: Batch) -> Prepared:
-        """A segment, which travels with its message where it is small."""
+        """Plan a segment, which is inlined in its message if small."""
         return prepare_segment(batch)
 
     def write(self, prepared: Prepared, place: Any) -> Any:  # noqa: ARG002 - the store names no place here
-        """Give a segment to this node's storage."""
+        """Send a segment to this node's storage."""
         from rl_core.queue.ray.actors import STORED
 
         key = uuid.uuid4().hex
@@ -188,7 +188,7 @@ class RayRows:
         return _Written(key, [STORED, key, prepared.size_bytes, spill], references)
 
     def read(self, number: int, place: Any) -> Batch:  # noqa: ARG002
-        """A segment from the object store, or from its file where its owner is gone."""
+        """Read a segment from the object store, or from its file if its owner has ended."""
         import ray
 
         if isinstance(place, bytes):
@@ -210,7 +210,7 @@ class RayRows:
             raise SegmentError(f"{spill} cannot be fetched: {type(error).__name__}.") from error
 
     def _is_near(self) -> bool:
-        """True when the storage is on this node, and can map this process's memory."""
+        """Return True if the storage is on this node and can map this process's memory."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -225,7 +225,7 @@ class RayRows:
             self._storage, self._storage_node = found
 
     def _of_storage(self, method: str, *arguments: Any) -> Any:
-        """Ask this node's storage, or another one where it is gone."""
+        """Call this node's storage, or a new one if it has ended."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -250,7 +250,7 @@ class RayRows:
 
 
 class _Written:
-    """A segment in the object store: its place, as the server knows it, and references to it."""
+    """A segment in the object store: its place in the server's terms, and references to it."""
 
     def __init__(self, key: str, place: list[Any], references: list[Any]) -> None:
         self.key, self.place, self.references = key, place, references
@@ -267,7 +267,7 @@ def _with_references(reply: Reply, named: dict[str, list[Any]]) -> Reply:
 
 
 def _start_error(error: Exception) -> RLError:
-    """What kept the server from starting, as its own error where it is one of ours."""
+    """Return the error that prevented the server's start, unwrapped if it is an RLError."""
     text = str(error)
     for kind in (JournalError, errors.SettingsError):
         if kind.__name__ in text:

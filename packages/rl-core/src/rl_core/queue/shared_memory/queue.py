@@ -44,9 +44,9 @@ PREFIX = "rl-queue-"
 START_DEADLINE_S = 60.0
 CLOSE_DEADLINE_S = 10.0
 GRACE_S = 20.0
-"""How much longer than a request's own deadline its answer is waited for."""
+"""Extra wait for an answer beyond the request's own deadline."""
 RESTART_DEADLINE_S = 30.0
-"""How long a server that died may take to come back."""
+"""Maximum time for a dead server's restart."""
 RECONNECT_PAUSE_S = 0.02
 PAUSE_S = 1.0
 READ_BYTES = 1 << 17
@@ -55,22 +55,22 @@ READ_BYTES = 1 << 17
 class SharedMemoryQueue(TransferQueue):
     """A `TransferQueue` for the processes of one host.
 
-    The process that makes it starts a server process, and the queue ends with it. Others connect by its address; a
-    queue that is pickled, as an argument of a process or an actor, connects too. Rows are read where they were
-    written, as read-only views, and their memory is used again only when nothing looks at them any more.
+    The process that creates it starts a server process, and the queue ends with its creator. Other processes connect by
+    its address, or by receiving the pickled queue as an argument. Rows are read in place as read-only views; their
+    memory is reused only once no view exists.
     """
 
     def __init__(self, tasks: Sequence[TaskSpec], *, options: QueueOptions | None = None) -> None:
         """Start a server for these tasks.
 
         Args:
-            tasks: Every task that must ack a group before it is done.
-            options: Bounds, and the journal's directory. With a journal, a server that
-                dies is started again, and nobody but who waits a moment longer sees it.
+            tasks: All tasks; a group is done once every task has acked it.
+            options: Bounds and the journal's directory. With a journal, a dead server is restarted; clients only see a
+                delay.
 
         Raises:
             DataError: A task names an unknown column.
-            SettingsError: The tasks or options are impossible, or this host has no shared memory in files.
+            SettingsError: The tasks or options are invalid, or this host has no file-based shared memory.
             JournalError: The journal's directory cannot be used.
         """
         options = checked_options(tasks, options)
@@ -86,7 +86,7 @@ class SharedMemoryQueue(TransferQueue):
         """Join a queue by its address.
 
         Raises:
-            RoleError: There is no queue at this address.
+            RoleError: No queue has this address.
         """
         self = cls.__new__(cls)
         self._server = None
@@ -94,12 +94,12 @@ class SharedMemoryQueue(TransferQueue):
         return self
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        """Connect to the same queue where this is unpickled."""
+        """Pickle as a connection to the same queue."""
         return SharedMemoryQueue.connect, (self.address,)
 
     @property
     def address(self) -> str:
-        """What other processes of this host `connect` to."""
+        """The address for `connect` in other processes of this host."""
         return str(self._folder)
 
     @property
@@ -133,7 +133,7 @@ class SharedMemoryQueue(TransferQueue):
         super().__init__(msgspec.convert(tasks, list[TaskSpec]), SlotRows(Path(slots), self._unpin))
 
     def _unpin(self, number: int) -> None:
-        """Say that a segment is no longer looked at; called as arrays go, so it may not wait, nor take a lock."""
+        """Report an unused segment; called when arrays are freed, so it must not wait or take a lock."""
         if os.getpid() != self._owner_pid:
             return  # a fork's copy went; its parent still looks
         try:
@@ -142,7 +142,7 @@ class SharedMemoryQueue(TransferQueue):
             self._unpinned.append(number)
 
     def _open_first(self, ends_at: float) -> tuple[socket.socket, Any]:
-        """Connect; waits for a server that is being started again, whose folder is there meanwhile."""
+        """Connect; waits while a server restarts, during which its folder exists."""
         while True:
             try:
                 return self._open(ends_at)
@@ -213,7 +213,7 @@ class SharedMemoryQueue(TransferQueue):
         return stream
 
     def _refuse_lost(self, error: Exception, lost_at: float) -> None:
-        """After a lost connection: go on where the server comes back, else say what happened."""
+        """After a lost connection, wait for the server's restart; otherwise raise an error with the cause."""
         with self._lock:
             for stream in self._idle:
                 stream.close()
@@ -235,7 +235,7 @@ class SharedMemoryQueue(TransferQueue):
         time.sleep(RECONNECT_PAUSE_S)
 
     def _is_server_there(self) -> bool:
-        """True while the server's process runs: it may have turned this one away, having too many connections."""
+        """Return True while the server's process runs: it refuses connections when it has too many."""
         if not self._folder.is_dir():
             return False
         try:
@@ -245,16 +245,16 @@ class SharedMemoryQueue(TransferQueue):
         return True
 
     def _check_process(self) -> None:
-        """Use connections of this process only: a fork has copies of its parent's."""
+        """Drop connections inherited by a fork; each process uses its own."""
         if os.getpid() != self._owner_pid:
             self._server = None
             self._connect(self._folder)
 
 
 class _ServerProcess:
-    """The server's process, as its owner sees it: started again when it dies and has a journal.
+    """The owner's view of the server's process, which is restarted after its death if it has a journal.
 
-    The owner holds the folder's lock, so that nobody takes the folder for left behind while there is no server.
+    The owner holds the folder's lock, so that the folder is not removed as abandoned while no server runs.
     """
 
     def __init__(self, tasks: Sequence[TaskSpec], options: QueueOptions) -> None:
@@ -277,19 +277,19 @@ class _ServerProcess:
         threading.Thread(target=self._watch, name="watch queue server", daemon=True).start()
 
     def how_it_ended(self) -> str:
-        """Such as ", killed by signal 9"."""
+        """Describe its end, such as ", killed by signal 9"."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self._process.wait(timeout=1.0)
             return f": it was killed by {signal.Signals(-status).name}" if status < 0 else f": it ended with {status}"
         return ""
 
     def check(self) -> None:
-        """Raise what kept it from being started again."""
+        """Raise the error that prevented its restart."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """End it, and remove what it shares."""
+        """End the process, and remove its shared memory."""
         with self._lock:
             self.is_closing = True
             self._socket.close()
@@ -345,10 +345,10 @@ class _ServerProcess:
 
 
 def receive(stream: socket.socket, ends_at: float) -> Reply:
-    """The next answer of a server; nothing follows it, as requests of a connection take turns.
+    """Receive a server's next answer; a connection has at most one request in flight.
 
     Raises:
-        TimeoutError: It did not come in time.
+        TimeoutError: The answer did not arrive in time.
         OSError: The connection ended.
     """
     received, size = bytearray(), FRAME.size

@@ -1,7 +1,7 @@
-"""Memory that one process fills and another of the same host reads: no name, so nothing is left when both are gone.
+"""Anonymous memory that one process fills and another of the same host maps; nothing remains after both end.
 
-Ray copies what is given to an actor into its object store, and the actor copies it once more to own it. The first copy
-is better made into memory that was touched before, which the actor maps.
+Ray copies an actor's argument into its object store, and the actor copies it again to own it. A scratch replaces the
+first copy with one into already touched memory, which the actor maps.
 """
 
 import mmap
@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from rl_core.queue.shared_memory.slots import capacity_for
 
 MAX_MAPPED = 64
-"""Scratches that a reader keeps mapped."""
+"""Maximum number of scratches that a reader keeps mapped."""
 
 
 class ScratchName(NamedTuple):
-    """How another process of the host finds a scratch; `token` is never used twice."""
+    """Identifies a scratch for other processes of the host; `token` is unique."""
 
     pid: int
     descriptor: int
@@ -32,13 +32,13 @@ class ScratchName(NamedTuple):
 
 
 class Scratch:
-    """Memory of this process that others of its user can map."""
+    """Memory of this process that other processes of its user can map."""
 
     def __init__(self, capacity: int) -> None:
-        """Allocate it.
+        """Allocate the memory.
 
         Raises:
-            OSError: There is no memory left.
+            OSError: No memory is left.
         """
         self._descriptor = os.memfd_create("rl-queue-scratch", os.MFD_CLOEXEC)
         os.posix_fallocate(self._descriptor, 0, capacity)
@@ -46,21 +46,21 @@ class Scratch:
         self.name = ScratchName(os.getpid(), self._descriptor, uuid.uuid4().hex, capacity)
 
     def close(self) -> None:
-        """Let it go."""
+        """Free the memory."""
         os.close(self._descriptor)
 
 
 class Scratches:
-    """Scratches for the threads of a process, used again."""
+    """A pool of reusable scratches for the threads of a process."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without scratches."""
         self._idle: list[Scratch] = []
         self._lock = threading.Lock()
 
     @contextmanager
     def take(self, size_bytes: int) -> Iterator[Scratch]:
-        """One that is large enough, until the end of the block."""
+        """Lend a large enough scratch until the end of the `with` block."""
         with self._lock:
             scratch = self._idle.pop() if self._idle else None
         if scratch is not None and scratch.name.capacity < size_bytes:
@@ -77,18 +77,18 @@ class Scratches:
 
 
 class MappedScratches:
-    """The reader's side: scratches of other processes, the ones used last kept mapped."""
+    """The reader's side: mappings of other processes' scratches, with the most recent ones cached."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without scratches."""
         self._maps: OrderedDict[str, NDArray[np.uint8]] = OrderedDict()
         self._lock = threading.Lock()
 
     def view(self, name: ScratchName) -> NDArray[np.uint8]:
-        """The memory of a scratch.
+        """Return the memory of a scratch.
 
         Raises:
-            OSError: Its process is gone, or may not be looked into.
+            OSError: The scratch's process has ended, or access to it is denied.
         """
         with self._lock:
             if name.token not in self._maps:

@@ -1,6 +1,6 @@
-"""The server of a shared-memory queue: one process, one thread, one socket, which never waits for a client.
+"""The server of a shared-memory queue: one process, thread and socket that never block on a client.
 
-Run by `server_process`; ends when told, or when the process that started it ends.
+`server_process` runs it; it ends on `stop`, or with the process that started it.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ CREDENTIALS = struct.Struct("3i")
 
 
 class _Connection:
-    """One client's connection: bytes that came, and bytes to send; `answered` is told when there are any."""
+    """One client's connection with its input and output buffers; `answered` is called when output is pending."""
 
     def __init__(self, stream: socket.socket, answered: Callable[["_Connection"], None]) -> None:
         self.stream = stream
@@ -53,7 +53,7 @@ class _Connection:
         self.unheard: int | None = None
 
     def reply(self, reply: Reply) -> None:
-        """Send an answer once the loop comes round."""
+        """Queue an answer for the next turn of the loop."""
         self.unheard = reply.lease_id if isinstance(reply, Leased) else None
         self.unsent.append(encode_frame(reply))
         self._answered(self)
@@ -73,7 +73,7 @@ class QueueServer:
         """Open the queue and listen.
 
         Raises:
-            JournalError: The journal cannot be opened, or there is no space.
+            JournalError: The journal cannot be opened, or no space is left.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
@@ -101,7 +101,7 @@ class QueueServer:
         self._is_over = not self._has_journal  # else another server may come to the same folder
 
     def serve(self, *, owner: socket.socket | None = None) -> None:
-        """Answer clients until `stop`, or until the owner's end of this socket is closed."""
+        """Answer clients until `stop`, or until the owner closes its end of this socket."""
         if owner is not None:
             self._selector.register(owner, selectors.EVENT_READ)
         try:
@@ -121,7 +121,7 @@ class QueueServer:
             self._end()
 
     def stop(self) -> None:
-        """End `serve`; from any thread or signal handler."""
+        """End `serve`; callable from any thread or signal handler."""
         with contextlib.suppress(OSError):
             self._alarm.send(b"\0")
 
@@ -141,7 +141,7 @@ class QueueServer:
         self._selector.register(stream, selectors.EVENT_READ)
 
     def _turn_away(self) -> None:
-        """Close a connection for which no descriptor is left, instead of being woken by it for ever."""
+        """Close a connection for which no descriptor is left; otherwise it would wake the loop forever."""
         self._spare.close()
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()

@@ -18,7 +18,7 @@ NICENESS = -10
 
 
 def main() -> None:
-    """Run a queue server: `python -m rl_core.queue.shared_memory.server_process FD`; its configuration comes by FD."""
+    """Run a queue server: `python -m rl_core.queue.shared_memory.server_process FD`; FD provides its configuration."""
     with socket.socket(fileno=int(sys.argv[1])) as owner:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what Ctrl-C means
         with owner.makefile("rb") as stream:

@@ -1,8 +1,8 @@
-"""Memory for segments: files that are mapped, filled, and used again.
+"""Memory for segments: files that are mapped, filled and reused.
 
-Touching memory for the first time costs several times as much as copying into it, so a slot that is free again is
-given to the next segment of its size, the last one used first. Under /dev/shm slots are shared memory; in a journal's
-directory they are the page cache, and there again after a crash.
+The first touch of memory costs several times as much as a copy into it, so the next segment of the same size reuses the
+most recently freed slot. Slots in /dev/shm are shared memory; slots in a journal's directory use the page cache and
+survive a crash.
 """
 
 import errno
@@ -26,7 +26,7 @@ from rl_core.queue.payload import Prepared, prepare_segment
 
 SMALLEST_BYTES = 1 << 16
 SPARE_BYTES = 1 << 30
-"""Free slots beyond this are returned to the system."""
+"""Maximum size of free slots; the system gets the rest back."""
 
 SLOT_NAME = re.compile(r"[0-9A-Za-z-]{1,100}\.slot")
 MAX_CAPACITY = 1 << 62
@@ -34,19 +34,19 @@ MAX_CAPACITY = 1 << 62
 OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 Place = list[Any]
-"""[name, capacity] of a slot."""
+"""Name and capacity of a slot."""
 
 
 class SlotPool:
-    """The server's side: which slots there are, and which are free."""
+    """The server's side: all slots, and which are free."""
 
     def __init__(self, folder: Path, *, spare_bytes: int = SPARE_BYTES) -> None:
-        """Own a folder of slots; what is in it already stays until it is freed, and is never used again.
+        """Own a folder of slots; existing slots are kept until they are freed, and are never reused.
 
-        A process that outlived the last server may still look at those.
+        A process that outlived the last server may still read them.
 
         Raises:
-            JournalError: There can be no such folder.
+            JournalError: The folder cannot be created.
         """
         self._folder = folder
         self._spare_bytes = spare_bytes
@@ -61,10 +61,10 @@ class SlotPool:
         self._number = 0
 
     def allocate(self, size_bytes: int, client: str) -> Place:
-        """A slot for a segment: one that this client used last, if there is one, for it has it mapped.
+        """Allocate a slot for a segment, preferably one that this client used last and has mapped.
 
         Raises:
-            JournalError: There is no space left.
+            JournalError: No space is left.
         """
         capacity = capacity_for(size_bytes)
         free = self._free.get(capacity)
@@ -80,7 +80,7 @@ class SlotPool:
         return [name, capacity]
 
     def free(self, place: Any) -> None:
-        """Take a slot back; a segment that travelled with its message has none."""
+        """Free a slot; an inlined segment has none."""
         if not is_slot(place):
             return
         name, capacity = place
@@ -92,10 +92,10 @@ class SlotPool:
         self._free_bytes += capacity
 
     def check(self, place: Any) -> None:
-        """Look at a slot that was there before: its size, header and schema.
+        """Check an existing slot's size, header and schema.
 
         Raises:
-            SegmentError: It is missing, torn or altered.
+            SegmentError: The slot is missing, truncated or altered.
         """
         if not isinstance(place, bytes):
             segment_size(map_slot(self._folder, place))
@@ -125,7 +125,7 @@ class SlotPool:
 
 
 class SlotRows:
-    """A client's side: rows in slots; small ones travel with their messages."""
+    """The client's side: rows in slots; small segments are inlined in messages."""
 
     is_slow = True
 
@@ -133,8 +133,8 @@ class SlotRows:
         """Read and write slots in a folder.
 
         Args:
-            folder: Where they are.
-            unpin: Called with a segment's number when nothing looks at it any more, from any thread.
+            folder: Folder of the slots.
+            unpin: Called with a segment's number once no view of it exists, from any thread.
         """
         self._folder = folder
         self._unpin = unpin
@@ -143,7 +143,7 @@ class SlotRows:
         self._lock = threading.Lock()
 
     def prepare(self, batch: Batch) -> Prepared:
-        """A segment, which travels with its message where it is small."""
+        """Plan a segment, which is inlined in its message if small."""
         return prepare_segment(batch)
 
     def write(self, prepared: Prepared, place: Any) -> Any:
@@ -151,7 +151,7 @@ class SlotRows:
         prepared.plan.write(self._mapped(place))
 
     def read(self, number: int, place: Any) -> Batch:
-        """A segment, as views of its slot, which stays as it is while anything looks at it."""
+        """Read a segment as views of its slot, which does not change while any view exists."""
         if not isinstance(place, list):
             return decode_segment(place)
         known = self._looked_at.get((number, place[0]))
@@ -179,7 +179,7 @@ class SlotRows:
 
 
 def is_slot(place: Any) -> bool:
-    """True for what names a file of a folder, and cannot name another one."""
+    """Return True for a valid slot name, which cannot refer to a file outside the folder."""
     match place:
         case [str(name), int(capacity)]:
             return SLOT_NAME.fullmatch(name) is not None and 1 <= capacity <= MAX_CAPACITY
@@ -187,10 +187,10 @@ def is_slot(place: Any) -> bool:
 
 
 def map_slot(folder: Path, place: Place) -> NDArray[np.uint8]:
-    """The memory of a slot.
+    """Map a slot.
 
     Raises:
-        SegmentError: It is not there, or too short.
+        SegmentError: The slot is missing or too short.
     """
     if not is_slot(place):
         raise SegmentError(f"a slot is named by a file's name and size; found {place!r}.")
@@ -212,7 +212,7 @@ def map_slot(folder: Path, place: Place) -> NDArray[np.uint8]:
 
 
 def capacity_for(size_bytes: int) -> int:
-    """Size of the slot for a segment: four sizes to each power of two, so at most a quarter is left over."""
+    """Return the slot size for a segment: four sizes per power of two, so at most a quarter is unused."""
     size = max(size_bytes, SMALLEST_BYTES)
     step = 1 << ((size - 1).bit_length() - 3)
     return -(-size // step) * step
