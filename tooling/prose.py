@@ -1,14 +1,13 @@
 """Checks the English of documents, docstrings and messages with Harper, a grammar checker that runs offline.
 
-`python tooling/prose.py [FILE ...]` checks the named files, or all tracked ones but those that tooling/prose/later.txt
-excludes. tooling/prose holds the accepted words, the phrases to avoid with their replacements, and Harper's rules.
+`python tooling/prose.py [FILE ...]` checks the named files, or all documents and sources of the repository.
+tooling/prose has the accepted words, the phrases to avoid with their replacements, and Harper's rules.
 """
 
 from __future__ import annotations
 
 import ast
 import collections
-import fnmatch
 import json
 import re
 import string
@@ -24,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ROOT / "tooling" / "prose"
 MIN_WORDS = 4
 """A string in code counts as prose from this many words on."""
-NAME = re.compile(r"\w*(?:\d|[a-z][A-Z]|[A-Z]{2})\w*|(?<!['\w])[B-HJ-Zb-hj-z]\b|\w*[µᵢⁿ]\w*")
+NAME = re.compile(r"\w*(?:\d|\w_\w|[a-z][A-Z]|[A-Z]{2})\w*|(?<!['\w])[B-HJ-Zb-hj-z]\b|\w*[µᵢⁿ]\w*")
 """A word of a document that is a name, such as vLLM, GRPO or s."""
 SYMBOLS = r"[\w./+*=:-]*(?:[_/=*\\<>{}\[\]|@#$%]|\w\.\w)[\w./+*=:()\[\]{}<>|@#$%-]*"
 CODE = re.compile(f"{SYMBOLS}|{NAME.pattern}")
@@ -39,13 +38,10 @@ def tracked_files() -> list[str]:
     """Markdown files, Python sources and notebooks whose prose is checked."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md", "*.py", "*.ipynb"]
     files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    later = [line for line in (SETTINGS / "later.txt").read_text().splitlines() if line and line[0] != "#"]
     return [
         file
         for file in files
-        if (ROOT / file).exists()
-        and not (file.endswith(".py") and re.search(r"(^|/)(tests|conftest\.py)(/|$)", file))
-        and not any(fnmatch.fnmatch(file, pattern) for pattern in later)
+        if (ROOT / file).exists() and not (file.endswith(".py") and re.search(r"(^|/)(tests|conftest\.py)(/|$)", file))
     ]
 
 
@@ -148,7 +144,8 @@ def findings(files: Sequence[str]) -> list[tuple[str, int, str, str, str]]:
         for lint in reports.get(path.name, []):
             _, file, number = lines[lint["line"] - 1]
             text, rule = " ".join(lint["matched_text"].split()), lint["rule"].rstrip(string.digits)
-            if rule != "SpellCheck" or text.lower().rstrip(".").removesuffix("'s") not in known:
+            word = text.lower().rstrip(".").removesuffix("'s")
+            if rule != "SpellCheck" or (word not in known and len(word) > 1):
                 found.append((file, number, rule, text, lint["message"]))
     return sorted(found)
 
