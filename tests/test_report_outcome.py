@@ -32,7 +32,7 @@ def test_a_report_opens_on_the_outcome(page, folder):
         "examples/arithmetic/prepared/policy", "GRPO, loss ppo_clip", "64 prompts, 8 responses each",
         "0.478 → 0.948", "▲ +0.47 [+0.419, +0.516]", "step 0 [0.436, 0.524]", "step 60 [0.926, 0.966]",
         "Wall time", "Samples per second", "Where the time went", "Look at next",
-        "Wilson's over the problems", "1,000 times (bootstrap)",
+        "Wilson's over the problems", "bootstrap over validation problems (1,000 draws)",
     ):  # fmt: skip
         assert said in text
     bottom = (

@@ -6,8 +6,10 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import nox
+if TYPE_CHECKING:
+    import nox
 
 PYTHONS = ("3.11", "3.12", "3.13")
 """Everything in locks/cpu.txt runs on these; megatron-core has no wheels for newer ones."""

@@ -1,6 +1,6 @@
 """Wait until a Ray cluster has its nodes: `python wait_for_nodes.py IP:PORT NODES [SECONDS]`."""
 
-import sys
+import argparse
 import time
 from contextlib import suppress
 
@@ -10,7 +10,7 @@ from rl_core.errors import RoleError
 PAUSE_S = 0.5
 
 
-def main(address: str, num_nodes: int, deadline_s: float = 300.0) -> None:
+def main(address: str, num_nodes: int, deadline_s: float) -> None:
     """Return once so many nodes are alive.
 
     Raises:
@@ -31,5 +31,9 @@ def main(address: str, num_nodes: int, deadline_s: float = 300.0) -> None:
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    main(words[0], int(words[1]), *map(float, words[2:]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address", metavar="IP:PORT", help="of the cluster's head")
+    parser.add_argument("nodes", type=int, help="number of nodes, the head included")
+    parser.add_argument("seconds", type=float, nargs="?", default=300.0, help="deadline (default: 300)")
+    options = parser.parse_args()
+    main(options.address, options.nodes, options.seconds)

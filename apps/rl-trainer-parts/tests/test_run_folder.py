@@ -195,6 +195,15 @@ def test_resuming_with_changeable_settings_writes_them(tmp_path: Path) -> None:
     assert (written["trainer"]["steps"], written["rollout"]["placement"]) == (9, "process")
 
 
+def test_a_resumed_run_may_join_another_ray_cluster(tmp_path: Path) -> None:
+    """A job that starts again has a cluster of its own, with another address."""
+    on_ray = {"cluster__kind": "ray", "cluster__gpus_per_rank": 0.0}
+    begin(settings_in(tmp_path, **on_ray, cluster__ray_address="10.0.0.1:6379"))
+    begin(settings_in(tmp_path, **on_ray, cluster__ray_address="10.0.0.2:7000"), resume=True)
+    written = tomllib.loads((tmp_path / "runs" / "run" / "settings.toml").read_text())
+    assert written["cluster"]["ray_address"] == "10.0.0.2:7000"
+
+
 def test_a_resumed_run_may_ask_its_validation_problems_otherwise(tmp_path: Path) -> None:
     begin(settings_in(tmp_path))
     file = tmp_path / "runs" / "run" / "settings.toml"

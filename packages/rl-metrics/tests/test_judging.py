@@ -29,7 +29,7 @@ def test_a_healthy_run_has_no_finding(steps):
 def test_few_steps_are_not_judged():
     checks = {check.rule: check for check in verdict_of(4).checks}
     assert checks["reward_flat"].status == "unknown"
-    assert checks["reward_flat"].reading == "4 of the 30 steps that it takes"
+    assert checks["reward_flat"].reading == "4 of the 30 steps it needs"
     assert checks["mfu"].reading == "the run does not record perf/mfu/*"
     assert checks["weights_proof"].status == "ok"
 

@@ -329,5 +329,5 @@ def test_what_the_last_adapter_computed_is_named_where_it_is_kept(
         finally:
             running.cancel()
 
-    with pytest.raises(WeightProofError, match="1 samples go on with what version 1 computed of them"):
+    with pytest.raises(WeightProofError, match="1 samples continue with what version 1 computed of them"):
         asyncio.run(update_midway())

@@ -162,7 +162,7 @@ class LoraOptions:
 
     @property
     def scaling(self) -> float:
-        """Factor of B @ A."""
+        """Factor of the product `B @ A`."""
         return self.alpha_in_use / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def problems(self) -> Iterator[str]:

@@ -18,6 +18,7 @@ CHANGEABLE_BY_SECTION = {
     ),
     "weights": ("transport", "host", "bucket_mib", "deadline_s"),
     "replicas": ("count", "cpus", "gpus", "restarts"),
+    "cluster": ("ray_address", "cpus_per_rank", "start_deadline_s", "call_deadline_s"),
     "engine": ("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib", "gpu_memory_utilization", "num_threads"),
     "learner": ("num_threads",),
     "lora": ("serving",),

@@ -65,7 +65,7 @@ def grpo_passk(rows: RewardedRows, *, divide_by_std: bool = True, eps: Addend = 
 
 @checked
 def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: Addend = 1e-6) -> Tensor:
-    """Center rewards within their group, and divide them by its standard deviation.
+    """Centre rewards within their group, and divide them by its standard deviation.
 
     Args:
         rewards: [S] float, one for each session.
@@ -86,7 +86,7 @@ def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: Addend = 1e-6) -> Te
 
 @converts_arguments
 def dr_grpo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
-    """Center rewards within their group; see `grpo_advantages` for arguments and result."""
+    """Centre rewards within their group; see `grpo_advantages` for arguments and result."""
     return _centered(rewards, group)[0].to(_dtype(rewards))
 
 
@@ -126,7 +126,7 @@ def opo_advantages(rewards: Tensor, group: Tensor, num_tokens: Tensor) -> Tensor
 
 @checked
 def gpg_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = False, eps: Addend = 1e-6) -> Tensor:
-    """Center rewards within their group, scaled up to make up for groups with equal rewards.
+    """Centre rewards within their group, scaled up to make up for groups with equal rewards.
 
     Args:
         rewards: [S] float, one for each session.

@@ -29,7 +29,7 @@ def gae(
         whiten: Whiten the advantages, but not the returns, over the batch.
 
     Returns:
-        `advantages` and `returns` [T]. Returns are the critic's targets: unwhitened advantages plus values.
+        `advantages` and `returns` [T]. Returns are the critic's targets: advantages before whitening, plus values.
 
     Raises:
         SettingsError: gamma or lam is outside [0, 1].

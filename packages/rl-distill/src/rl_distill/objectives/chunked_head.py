@@ -1,7 +1,8 @@
 """The output matrix and a divergence fused over chunks of tokens, without a whole [T, V] array.
 
-Gradients are computed in the forward pass, while a chunk's logits exist, so nothing is computed twice. Source: Hsu et
-al. 2024, Liger Kernel, arXiv:2410.10989.
+Gradients are computed in the forward pass, while a chunk's logits exist, so nothing is computed twice.
+
+Source: Hsu et al. 2024, Liger Kernel, arXiv:2410.10989.
 """
 
 from typing import Any, NamedTuple

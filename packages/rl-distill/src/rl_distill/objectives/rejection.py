@@ -128,7 +128,7 @@ def rejection_mask(
     *,
     bounds: Mapping[str, Bound],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the tokens that pass all criteria, and the criteria's metrics.
+    """Return the tokens that pass all criteria, and their metrics.
 
     Args:
         log_ratio: [T] old_logprobs - rollout_logprobs; anything where masked.

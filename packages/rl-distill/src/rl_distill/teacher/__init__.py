@@ -1,6 +1,6 @@
-"""Teachers: who scores which trajectory, with what, and how the scores are checked before anybody trains on them.
+"""Teachers: routing of trajectories, scoring, and checks of the scores before training.
 
-`options` imports without torch, and so do `routing`, `scores`, `protocol` and `service`; `megatron_teacher` loads it.
+`options`, `routing`, `scores`, `protocol` and `service` import without torch; `megatron_teacher` loads it.
 """
 
 from rl_distill.teacher.aligned import SpanMode, TeacherAligner, read_pieces

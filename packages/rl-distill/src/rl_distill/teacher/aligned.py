@@ -1,9 +1,9 @@
-"""Scores of a teacher with another tokenizer: it reads the student's text in its own tokens, and spans map them back.
+"""Scores of a teacher with another tokenizer, which reads the student's text in its own tokens; spans map them back.
 
-The text is the student's as it stands, chat template included; the end of a sequence is said by each side's own token.
-Prompt, responses and what tools said are encoded one by one, so that no span of a response reaches into another part.
+The text is the student's, including its chat template; each side uses its own token for the end of a sequence. Prompt,
+responses and tool outputs are encoded one by one, so that no span of a response crosses into another part.
 
-Sources: as `alignment`.
+Sources: see `alignment`.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from rl_distill.teacher.tokenizer_rules import token_bytes
 from rl_distill.teacher.vocabulary import TOKENIZER, read_vocabulary
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
-"""Token ids of each text; nothing is put around them."""
+"""Return the token ids of each text, without special tokens around them."""
 SpanMode = Literal["sampled", "top_k", "uld"]
 END = "end"
 REPLACEMENT = "\ufffd"
@@ -33,12 +33,12 @@ REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPieces:
-    """What a tokenizer's tokens stand for.
+    """Text of a tokenizer's tokens.
 
     Attributes:
-        pieces: By id: bytes of the text, or `END`.
-        end_ids: Tokens that end a sequence; the one that is written for the others' first.
-        begin_ids: Tokens that stand before every text.
+        pieces: Bytes of the text, or `END`, by id.
+        end_ids: Tokens that end a sequence; the first stands for the other tokenizer's end tokens.
+        begin_ids: Tokens before every text.
     """
 
     pieces: dict[int, Piece]
@@ -48,15 +48,15 @@ class TokenPieces:
 
 @converts_arguments
 def read_pieces(folder: Path, *, end_ids: Sequence[int], begin_ids: Sequence[int] = ()) -> TokenPieces:
-    """What the tokens of a model folder's tokenizer stand for.
+    """Read the text of each token of a model folder's tokenizer.
 
     Args:
-        folder: Has `tokenizer.json`.
-        end_ids: As `TokenPieces.end_ids`.
-        begin_ids: As `TokenPieces.begin_ids`.
+        folder: Folder with `tokenizer.json`.
+        end_ids: See `TokenPieces.end_ids`.
+        begin_ids: See `TokenPieces.begin_ids`.
 
     Raises:
-        SettingsError: It has no such file, or tokens that have no bytes of their own.
+        SettingsError: The file is missing, or has tokens without bytes of their own.
     """
     found = read_vocabulary(folder)
     octets = token_bytes(found.tokens, added=found.added, decoder=found.decoder, where=str(folder / TOKENIZER))
@@ -69,8 +69,8 @@ class Translation(NamedTuple):
     """A trajectory in the teacher's tokens.
 
     Attributes:
-        row: Its tokens; loss_mask is True where a trained span of the student needs them.
-        spans: [S, 4] int64 trained spans, as `Span`.
+        row: The teacher's tokens; loss_mask is True where a trained span of the student needs them.
+        spans: [S, 4] int64 trained spans, with the fields of `Span`.
     """
 
     row: TeacherRow
@@ -78,7 +78,7 @@ class Translation(NamedTuple):
 
 
 class TeacherAligner:
-    """Gives a teacher the student's text in its own tokens, and puts its scores at the student's tokens."""
+    """Translates the student's text to a teacher's tokens, and the teacher's scores to the student's tokens."""
 
     def __init__(self, student: TokenPieces, teacher: TokenPieces, encode: Encode, *, mode: SpanMode) -> None:
         """Compare the two vocabularies' texts.
@@ -87,8 +87,8 @@ class TeacherAligner:
             student: The policy's tokens.
             teacher: The teacher's tokens.
             encode: The teacher's tokenizer.
-            mode: What the scores are for: "sampled" (estimators of a span's log ratio), "top_k" (divergences, at
-                spans of one token on either side), or "uld" (the sorted probabilities at each span's first token).
+            mode: Use of the scores: "sampled" (estimators of a span's log ratio), "top_k" (divergences, at spans of one
+                token on each side), or "uld" (sorted probabilities at each span's first token).
         """
         self._student, self._teacher = student, teacher
         self._encode = encode
@@ -97,7 +97,7 @@ class TeacherAligner:
         self._student_ids = _student_ids(student, teacher)
 
     def to_teacher(self, row: TeacherRow) -> Translation:
-        """A trajectory in the teacher's tokens; a token that is not in the student's tokenizer is left out."""
+        """Translate a trajectory to the teacher's tokens, without tokens unknown to the student's tokenizer."""
         skipped = len(self._student.begin_ids)
         begins = tuple(row.input_ids[:skipped].tolist()) == self._student.begin_ids
         pieces = [self._student.pieces.get(token) for token in row.input_ids.tolist()]
@@ -122,20 +122,20 @@ class TeacherAligner:
     def to_student(
         self, scores: TeacherScores, row: TeacherRow, translation: Translation, *, rollout_logprobs: FloatArray
     ) -> TeacherScores:
-        """Scores at the student's tokens; logprobs 0 and ids -1 where a token has none.
+        """Return scores at the student's tokens; logprobs 0 and ids -1 at tokens without a score.
 
         Args:
-            scores: Of the translated row, [T', K + 1].
+            scores: [T', K + 1] scores of the translated row.
             row: The student's trajectory.
-            translation: As `to_teacher` gave it.
-            rollout_logprobs: [T] the student's own, for the log ratio of a span.
+            translation: Result of `to_teacher`.
+            rollout_logprobs: [T] the student's logprobs, for the log ratio of a span.
 
         Returns:
-            [T, K + 1]. Mode "sampled" gives student's logprobs plus an equal share of the span's log ratio, which may
-            be above 0; "uld" the ids of the teacher.
+            [T, K + 1]. Mode "sampled" returns the student's logprobs plus an equal share of the span's log ratio, which
+            may be above 0. Mode "uld" returns the teacher's ids.
 
         Raises:
-            ShapeError: The scores are not of the translated row.
+            ShapeError: The scores do not match the translated row.
         """
         if (
             scores.logprobs.shape[:1] != translation.row.input_ids.shape
@@ -162,7 +162,7 @@ class TeacherAligner:
     def _put_likeliest(
         self, found: TeacherScores, scores: TeacherScores, row: TeacherRow, *, spans: NDArray[np.int64]
     ) -> None:
-        """The teacher's likeliest tokens, by the student's ids, at spans of one token on either side."""
+        """Set the teacher's most likely tokens, in the student's ids, at spans of one token on each side."""
         spans = spans[(spans[:, 1] - spans[:, 0] == 1) & (spans[:, 3] - spans[:, 2] == 1)]
         own, other = spans[:, 0], spans[:, 2]
         tokens = row.input_ids[own][:, None]
@@ -178,7 +178,7 @@ class TeacherAligner:
         found.logprobs[own] = np.concatenate([logprobs[:, :1], top], axis=1)
 
     def _spans(self, run: "_Run", ids: Sequence[int], place: int) -> list[Span]:
-        """Spans of a run, at their places in both trajectories; none where the teacher's tokenizer rewrites text."""
+        """Return a run's spans, positioned in both trajectories; none if the teacher's tokenizer rewrites the text."""
         other: list[Piece] = [self._teacher.pieces.get(token, b"") for token in ids]
         if run.text is not None and other and isinstance(other[0], bytes) and isinstance(run.pieces[0], bytes):
             total = sum(len(piece) for piece in run.pieces)
@@ -196,14 +196,14 @@ class TeacherAligner:
 
 
 class _Run(NamedTuple):
-    """Tokens of a trajectory that are encoded as one.
+    """Tokens of a trajectory that are encoded together.
 
     Attributes:
-        start: Its first token.
-        pieces: What they stand for; where bytes are no text, what the replacement character takes.
-        is_text: Of each, whether it stands as it is.
-        text: Of all; None for an end token.
-        trains: Whether they do.
+        start: Index of the first token.
+        pieces: Text of the tokens; invalid bytes are those that the replacement character stands for.
+        is_text: For each piece, whether it is unchanged in the text.
+        text: Text of all pieces; None for an end token.
+        trains: Whether the tokens train.
     """
 
     start: int
@@ -214,7 +214,7 @@ class _Run(NamedTuple):
 
 
 def _runs(pieces: Sequence[Piece | None], mask: BoolArray, *, start: int) -> list[_Run]:
-    """A trajectory cut where training begins or ends, and around end tokens."""
+    """Split a trajectory where training begins or ends, and around end tokens."""
     is_role = np.asarray([isinstance(piece, str) for piece in pieces], dtype=np.bool_)
     cuts = {start, len(pieces), *(np.flatnonzero(np.diff(mask)) + 1).tolist()}
     for place in np.flatnonzero(is_role).tolist():
@@ -233,7 +233,7 @@ def _runs(pieces: Sequence[Piece | None], mask: BoolArray, *, start: int) -> lis
 
 
 def _readable(pieces: Sequence[bytes]) -> tuple[list[Piece], list[bool], str]:
-    """Pieces as text; invalid bytes become a replacement character and are recorded."""
+    """Return pieces as text; invalid bytes become a replacement character and are recorded."""
     raw = b"".join(pieces)
     ends = np.cumsum([0, *(len(piece) for piece in pieces)]).tolist()
     text, places, is_text = "", list[int](), np.ones(len(raw) + 1, dtype=np.bool_)
@@ -265,7 +265,7 @@ def _put_ratios(
     spans: NDArray[np.int64],
     rollout_logprobs: FloatArray,
 ) -> None:
-    """At each token of a span the student's logprob and an equal share of the span's log ratio."""
+    """Set the student's logprob plus an equal share of the span's log ratio at each token of a span."""
     sums = [
         np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
         for values in (rollout_logprobs, scores.logprobs[:, 0])
@@ -280,7 +280,7 @@ def _put_ratios(
 
 
 def _student_ids(student: TokenPieces, teacher: TokenPieces) -> IntArray:
-    """[teacher's ids + 1] the student's token of the same text, each once; -1 for none, and for the teacher's -1."""
+    """Return [teacher's ids + 1] the student's token of the same text; -1 for none and for the teacher's -1."""
     own = {piece: index for index, piece in sorted(student.pieces.items(), reverse=True) if piece and piece != END}
     size = max(teacher.pieces, default=0) + 2
     table = np.full(size, NO_TOKEN, dtype=np.int32)

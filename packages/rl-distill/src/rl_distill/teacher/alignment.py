@@ -1,4 +1,4 @@
-"""Tokens of two tokenizers over one text, put side by side. Pure functions.
+"""Alignment of two tokenizers' tokens over one text, as pure functions.
 
 Source: Boizard et al. 2024, arXiv:2402.12030 (ULD); Patiño et al. 2025, Hugging Face, "Unlocking on-policy distillation
 for any model family" (GOLD), which aligns by spans of equal text.
@@ -14,17 +14,17 @@ from rl_core.errors import DataError
 from rl_core.files import shown
 
 Piece: TypeAlias = bytes | str
-"""What a token stands for: bytes of the text, or, of a special token, the name of its role, such as "end"."""
+"""Meaning of a token: bytes of the text, or the role of a special token, such as "end"."""
 
 
 class Span(NamedTuple):
-    """Tokens of both sides that stand for the same part of the text.
+    """Tokens of both sides that cover the same part of the text.
 
     Attributes:
         student_start: First token of the student.
-        student_stop: After its last one.
+        student_stop: End of the student's tokens, exclusive.
         teacher_start: First token of the teacher.
-        teacher_stop: After its last one.
+        teacher_stop: End of the teacher's tokens, exclusive.
     """
 
     student_start: int
@@ -34,14 +34,14 @@ class Span(NamedTuple):
 
 
 def align_spans(student: Sequence[Piece], teacher: Sequence[Piece]) -> list[Span]:
-    """The smallest spans of tokens whose text is equal on both sides; in order, they have every token once.
+    """Return the smallest spans of tokens with equal text on both sides; in order, covering every token once.
 
-    Text is compared by bytes, so that a character that one side cuts into several tokens ends where its last byte
-    ends. Roles align with equal roles, and no span reaches across one. A token of no bytes belongs to the span before
-    it, or at the start to the first.
+    Text is compared by bytes, so a character that one side splits into several tokens ends at its last byte. Roles
+    align with equal roles, and no span crosses one. A token without bytes belongs to the previous span, or to the first
+    one at the start.
 
     Raises:
-        DataError: The two do not stand for the same text.
+        DataError: The two sides have different texts.
     """
     student_ends, teacher_ends = _ends(student), _ends(teacher)
     _check_equal(student, teacher)
@@ -59,12 +59,12 @@ def align_spans(student: Sequence[Piece], teacher: Sequence[Piece]) -> list[Span
 
 
 def _ends(pieces: Sequence[Piece]) -> NDArray[np.int64]:
-    """[number of pieces] where each ends; a role counts as one byte."""
+    """Return [number of pieces] the end of each piece; a role counts as one byte."""
     return np.cumsum([len(piece) if isinstance(piece, bytes) else 1 for piece in pieces], dtype=np.int64)
 
 
 def _check_equal(student: Sequence[Piece], teacher: Sequence[Piece]) -> None:
-    """Refuse two texts that differ."""
+    """Check that two texts are equal."""
     own, other = _parts(student), _parts(teacher)
     if own == other:
         return
@@ -78,7 +78,7 @@ def _check_equal(student: Sequence[Piece], teacher: Sequence[Piece]) -> None:
 
 
 def _parts(pieces: Sequence[Piece]) -> list[Piece]:
-    """The text between roles, and the roles."""
+    """Return the text between roles, and the roles."""
     parts: list[Piece] = []
     text: list[bytes] = []
     for piece in pieces:

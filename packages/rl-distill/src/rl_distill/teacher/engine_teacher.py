@@ -1,4 +1,4 @@
-"""A teacher's replica on any engine that gives the likeliest tokens, such as vLLM by its prompt logprobs."""
+"""A teacher's replica on any engine that returns top-k logprobs, such as vLLM with prompt logprobs."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -8,15 +8,15 @@ from rl_core.errors import TeacherError
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 AT_ONCE = 2
-"""Calls on the way to an engine, so that it has work while an answer travels; it batches by itself."""
+"""Concurrent calls to an engine, so that it has work while a result is sent; the engine does its own batching."""
 
 
 class ScoringEngine(Protocol):
-    """An engine as far as a teacher needs it; `rl_rollout.engines` has them."""
+    """The part of an engine that a teacher needs; `rl_rollout.engines` has implementations."""
 
     @property
     def traits(self) -> Any:
-        """With max_model_len, vocab_size, can_sleep and max_top_k."""
+        """Traits with max_model_len, vocab_size, can_sleep and max_top_k."""
         ...
 
     async def start(self) -> None:
@@ -24,9 +24,10 @@ class ScoringEngine(Protocol):
         ...
 
     async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> Sequence[Any]:
-        """The likeliest tokens at each place of sequences, the token itself first.
+        """Return the most likely tokens at each position of sequences, the actual token first.
 
-        Each has token_ids [T, K + 1] int32, row 0 -1, and their logprobs [T, K + 1] float32 at temperature 1, row 0 0.
+        Each result has token_ids [T, K + 1] int32, -1 in row 0, and logprobs [T, K + 1] float32 at temperature 1, 0 in
+        row 0.
         """
         ...
 
@@ -35,22 +36,22 @@ class ScoringEngine(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Take it again."""
+        """Restore the memory."""
         ...
 
     async def close(self) -> None:
-        """End it."""
+        """End the engine."""
         ...
 
 
 class EngineReplica:
-    """A `TeacherReplica` over an engine; it gives no hidden states, and temperature 1 alone."""
+    """A `TeacherReplica` on an engine, without hidden states and only for temperature 1."""
 
     hidden_size = None
     at_once = AT_ONCE
 
     def __init__(self, engine: ScoringEngine) -> None:
-        """Take an engine that is not started, and that nobody else uses."""
+        """Wrap an engine that is not started and has no other user."""
         self._engine = engine
         self._is_asleep = False
 
@@ -82,7 +83,7 @@ class EngineReplica:
         """See `TeacherReplica.score`.
 
         Raises:
-            TeacherError: Hidden states are asked for.
+            TeacherError: Hidden states are requested.
         """
         if with_hidden:
             raise TeacherError('an engine gives no hidden states; use a teacher with engine = "megatron".')

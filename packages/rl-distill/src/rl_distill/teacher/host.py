@@ -1,4 +1,4 @@
-"""Teachers as a role: they lease what arrives in a queue, score it, and ack."""
+"""Teachers as a role: they lease trajectories from a queue, score them, and ack."""
 
 import asyncio
 import time
@@ -12,17 +12,17 @@ from rl_distill.teacher.step_report import ServiceReport
 
 
 class TeacherHost:
-    """Holds a service of teachers, which a subclass sets before it starts.
+    """Holds a teacher service, which a subclass sets before the start.
 
     Attributes:
-        service: Its teachers; None before they are made.
+        service: The service; None until it is created.
     """
 
     def __init__(self, queue: TransferQueue) -> None:
-        """Nothing is started.
+        """Store the queue without starting anything.
 
         Args:
-            queue: Has what is scored.
+            queue: Queue with the trajectories to score.
         """
         self._queue = queue
         self.service: TeacherService | None = None
@@ -33,33 +33,33 @@ class TeacherHost:
         """Start every teacher.
 
         Raises:
-            TeacherError: One cannot start.
+            TeacherError: A teacher cannot start.
         """
         if self.service is not None:
             await self.service.start()
         self._window_began = time.monotonic()
 
     async def serve(self) -> None:
-        """Score what arrives, until this is cancelled.
+        """Score arriving trajectories until cancelled.
 
         Raises:
-            TeacherError: A teacher gives what cannot be trained on, or none is left.
+            TeacherError: A teacher returns invalid scores, or no replica is left.
         """
         await self._started.serve_while(self._queue, asyncio.Event().wait())
 
     async def issued(self) -> None:
-        """Say that prompts were issued: there may be something to lease."""
+        """Announce that prompts were issued, so that a lease may be possible."""
         await self._started.issued()
 
     def take_window(self) -> tuple[ServiceReport, list[dict[str, Any]], float]:
-        """What was done since the last call, the events, and the seconds since then."""
+        """Return the work since the last call, its events, and the seconds since then."""
         report, now = self._started.take_report(), time.monotonic()
         elapsed_s, self._window_began = now - self._window_began, now
         events, self._events = self._events, []
         return report, events, elapsed_s
 
     async def report(self) -> RoleView:
-        """What it does, for `status` and hang diagnosis."""
+        """Return what the role is doing, for `status` and hang diagnosis."""
         if self.service is None:
             return RoleView(doing="nothing yet")
         scoring = self.service.scoring
@@ -83,7 +83,7 @@ class TeacherHost:
             await service.close()
 
     def say(self, event: str, /, **fields: Any) -> None:
-        """Take an event of the present window."""
+        """Record an event of the current window."""
         self._events.append({"event": event, **fields})
 
     @property

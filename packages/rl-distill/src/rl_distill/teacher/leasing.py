@@ -1,4 +1,4 @@
-"""Leases for an event loop: the queue's wait is in a thread, and what comes too late is returned."""
+"""Leases for an event loop: a thread waits for the queue, and releases leases that arrive too late."""
 
 import asyncio
 from concurrent.futures import Future
@@ -14,12 +14,12 @@ from rl_distill.daemon_thread import in_daemon_thread
 async def lease_group(queue: TransferQueue, task: str, *, deadline_s: float, lease_s: float) -> Lease:
     """Lease one group, without blocking the event loop.
 
-    When this call is cancelled, its thread goes on waiting; a lease that it still gets is released at once, so that
-    the group is delivered to somebody else.
+    If this call is cancelled, its thread keeps waiting; it releases a late lease at once, so that the queue delivers
+    the group again.
 
     Raises:
-        NothingToLeaseError: Nothing that was issued can become ready.
-        DeadlineError: Nothing became ready in time.
+        NothingToLeaseError: No issued group can become ready.
+        DeadlineError: No group became ready in time.
         NotReadyError: The queue was closed.
     """
     lease_one = partial(queue.lease, task, groups=1, deadline_s=deadline_s, lease_s=lease_s)
@@ -32,7 +32,7 @@ async def lease_group(queue: TransferQueue, task: str, *, deadline_s: float, lea
 
 
 def _release(queue: TransferQueue, ended: Future[Lease]) -> None:
-    """Return a lease that nobody waits for any more; in its thread, or at once where it is there."""
+    """Release a lease without a waiter: in its thread, or at once if it has arrived."""
     if ended.exception() is None:
         with suppress(NotReadyError):
             queue.release(ended.result())

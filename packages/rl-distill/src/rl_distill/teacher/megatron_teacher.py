@@ -1,4 +1,4 @@
-"""A teacher's replica on Megatron: ranks of its own, called from a thread of its own."""
+"""A teacher's replica on Megatron, with its own ranks and a thread that calls them."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -23,19 +23,19 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronPlace:
-    """Where a replica's ranks run, and how.
+    """Placement and limits of a replica's ranks.
 
     Attributes:
         tensor: Ranks that share each matrix, and the experts of a mixture; see `teacher_layout`.
-        cluster: Processes of this machine, or actors of Ray.
-        pool: What the ranks may use; None shares what there is.
-        dtype: What they compute in.
-        max_batch_tokens: Tokens of a micro-batch.
-        max_tokens: Longest trajectory; None takes what the model allows.
-        num_threads: Of each CPU rank.
+        cluster: Processes on this machine, or Ray actors.
+        pool: Resources of the ranks; None shares the machine's.
+        dtype: Computation dtype.
+        max_batch_tokens: Maximum tokens of a micro-batch.
+        max_tokens: Maximum trajectory length; None uses the model's.
+        num_threads: Threads of each CPU rank.
         temperature: Divides the logits.
-        start_deadline_s: Longest wait for the ranks.
-        call_deadline_s: Longest wait for an answer of theirs.
+        start_deadline_s: Maximum seconds for the ranks to start.
+        call_deadline_s: Maximum seconds for a call of the ranks.
     """
 
     tensor: int = 1
@@ -51,14 +51,14 @@ class MegatronPlace:
 
 
 class MegatronReplica:
-    """A `TeacherReplica` whose model lives on ranks in processes of their own; see the protocol."""
+    """A `TeacherReplica` whose model runs on ranks in separate processes; see the protocol."""
 
     at_once = 1
     can_sleep = True
 
     @converts_arguments
     def __init__(self, model: Path, place: MegatronPlace) -> None:
-        """Choose a model; `start` starts its ranks."""
+        """Store the model; `start` starts its ranks."""
         self._folder = model
         self._place = place
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron teacher")
@@ -106,14 +106,14 @@ class MegatronReplica:
         ]
 
     async def wake(self) -> None:
-        """Nothing to do: the next call brings the weights back."""
+        """Do nothing; the next call restores the weights."""
 
     async def sleep(self) -> None:
         """See `TeacherReplica.sleep`."""
         await self._in_thread(self._started().offload)
 
     async def close(self) -> None:
-        """See `TeacherReplica.close`; a call that is under way fails."""
+        """See `TeacherReplica.close`; a running call fails."""
         self._is_closed = True
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
@@ -128,7 +128,7 @@ class MegatronReplica:
         return self._model
 
     def _load(self) -> None:
-        """Start the ranks, and build the model on them; in the thread."""
+        """Start the ranks and build the model on them, in the thread."""
         place = self._place
         ranks = LearnerRanks(
             teacher_layout(place.tensor, parse_policy_config(read_policy_config(self._folder))),
@@ -152,9 +152,9 @@ class MegatronReplica:
             raise
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        """Run a call of the ranks; where it ended them, the replica is dead.
+        """Call the ranks in the thread; if the call ended them, the replica is dead.
 
-        A rank that raised ends the others, which may wait for it: whatever the error was, nobody is left then.
+        An error on one rank ends the others, which may wait for it, so no rank is left.
         """
         loop = asyncio.get_running_loop()
         try:

@@ -1,4 +1,4 @@
-"""What tells one teacher from another: a digest of a model folder that does not read all of its weights."""
+"""Fingerprint of a model folder that identifies a teacher without reading all of its weights."""
 
 import hashlib
 import json
@@ -15,13 +15,13 @@ MAX_CONFIG_BYTES = 1 << 26
 
 @converts_arguments
 def model_fingerprint(folder: Path) -> str:
-    """Hex digest of a model folder's configuration, and of each tensor's name, form, and three samples of its bytes.
+    """Return a hex digest of a model folder's configuration and each tensor's name, shape and three byte samples.
 
-    Whatever trains a model changes each tensor all over, so that its beginning, middle and end tell; to read all of a
-    70B model would take minutes at every start. It says nothing of file names and times: a copy is the same teacher.
+    Training changes each tensor everywhere, so samples of its beginning, middle and end suffice; reading a whole 70B
+    model would take minutes at every start. File names and times are not included: a copy is the same teacher.
 
     Raises:
-        SettingsError: The folder has no config.json, or no safetensors that can be read.
+        SettingsError: The folder has no config.json or no readable safetensors.
     """
     digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors"))
@@ -43,7 +43,7 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def _tensors(file: Path) -> dict[str, bytes]:
-    """[32] of each tensor of a file, by name."""
+    """Return a 32-byte digest of each tensor of a file, by name."""
     found = {}
     header = read_safetensors_header(file)
     with open_plain(file) as (stream, _):
@@ -59,10 +59,10 @@ def _tensors(file: Path) -> dict[str, bytes]:
 
 @converts_arguments
 def model_traits(folder: Path) -> TeacherTraits:
-    """Read what a folder's `config.json` says.
+    """Read the model's traits from a folder's `config.json`.
 
     Raises:
-        SettingsError: It cannot be read, or lacks one of the three.
+        SettingsError: The file is unreadable or lacks one of the traits.
     """
     names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "max_tokens": "max_position_embeddings"}
     try:

@@ -15,7 +15,7 @@ LossName: TypeAlias = Literal["forward_kl", "reverse_kl", "js", "k1", "abs", "k2
 DIVERGENCES = ("forward_kl", "reverse_kl", "js")
 """Losses that compare distributions."""
 ESTIMATORS = ("k1", "abs", "k2", "k3")
-"""Losses of the sampled token alone."""
+"""Losses on only the sampled token."""
 LOSSES = (*DIVERGENCES, *ESTIMATORS, "uld", "nll")
 LARGEST_TOP_K = 1000
 
@@ -151,17 +151,17 @@ class DistillationOptions:
 
     @property
     def is_on(self) -> bool:
-        """True when the policy learns from teachers or their texts."""
+        """True if the policy learns from teachers or their texts."""
         return bool(self.teachers) or self.texts is not None
 
     @property
     def needs_hidden(self) -> bool:
-        """True when teachers give hidden states, from which the learner makes the whole distribution."""
+        """True if teachers return hidden states, from which the learner computes the whole distribution."""
         return self.loss in DIVERGENCES and self.distribution == "full"
 
     @property
     def num_top(self) -> int:
-        """K of the columns: tokens beside the sampled one that a teacher gives."""
+        """K of the columns: tokens that a teacher returns besides the sampled one."""
         return 0 if self.loss in (*ESTIMATORS, "nll") or self.needs_hidden else self.top_k
 
     def problems(self) -> Iterator[str]:
@@ -182,7 +182,7 @@ class DistillationOptions:
             yield from self._teacher_problems(name, teacher)
 
     def _unused(self) -> Iterator[str]:
-        """Problems of settings of a distillation that is off, because the user meant it to be on."""
+        """Return the problems of settings that have no effect because distillation is off."""
         if self.loss == "nll":
             yield 'loss = "nll" imitates texts of a teacher: name their column in texts; found none.'
         for one in fields(self):
@@ -232,7 +232,7 @@ class DistillationOptions:
             yield 'other_tokenizer = "align" has no whole distribution to compare; set distribution = "top_k".'
 
     def _teacher_problems(self, name: str, teacher: TeacherOptions) -> Iterator[str]:
-        """What one teacher cannot give of what is asked."""
+        """Return the problems of what is requested from one teacher."""
         if teacher.engine == "vllm" and self.temperature != 1:
             yield (
                 f"temperature = {self.temperature:g} needs Megatron teachers, but teachers.{name}.engine = "

@@ -1,4 +1,4 @@
-"""A short sequence by which a teacher's replica proves that it serves what it served before."""
+"""A short sequence that proves that a teacher's replica still returns the same scores."""
 
 from typing import Any
 
@@ -8,26 +8,26 @@ from rl_core.data import RowKey
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 PROBE_TOKENS = 4
-"""Length of the sequence that proves that a replica serves what it served before."""
+"""Length of the sequence."""
 PROBE_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
-"""How far its logprobs may then be from those of before."""
+"""Maximum difference from the earlier logprobs, by dtype."""
 
 
 def probe_row(vocab_size: int) -> TeacherRow:
-    """The sequence, of a vocabulary's first tokens."""
+    """Return the sequence, made of a vocabulary's first tokens."""
     ids = np.arange(1, PROBE_TOKENS + 1, dtype=np.int32) % vocab_size
     mask: Any = np.arange(PROBE_TOKENS) > 0
     return TeacherRow(key=RowKey("probe", 0, 0), input_ids=ids, loss_mask=mask)
 
 
 def probe_problem(answer: TeacherScores, first: TeacherScores, *, dtype: str, what: str) -> str | None:
-    """What is wrong with a replica's answer; None where nothing is.
+    """Return the problem of a replica's answer, or None.
 
     Args:
-        answer: Its scores of the sequence.
-        first: The first answer that any replica gave.
-        dtype: What the teacher computes in.
-        what: When it was asked, for the message.
+        answer: The replica's scores of the sequence.
+        first: The first answer of any replica.
+        dtype: Computation dtype of the teacher.
+        what: The occasion, for the message.
     """
     found, expected = answer.logprobs[1:, 0], first.logprobs[1:, 0]
     if not np.isfinite(answer.logprobs).all():

@@ -1,4 +1,4 @@
-"""What teachers are asked for, and what they know of their replicas."""
+"""The protocol of teachers' replicas, and what is requested from teachers."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,18 +9,18 @@ from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 @settings_record
 class TeacherPlan:
-    """What a teacher is asked for, and how long it may take.
+    """The request to a teacher, and its deadlines.
 
     Attributes:
-        name: Of the teacher.
-        num_replicas: How many there are.
-        top_k: Likeliest tokens to give beside the sampled one.
-        with_hidden: Give hidden states too.
-        restarts: How often each replica may be started again.
-        dtype: What it computes in.
-        sleeps: Whether it frees its memory after use, where it can.
-        deadline_s: Longest wait for scores.
-        start_deadline_s: Longest wait for a replica to start, or to wake.
+        name: Name of the teacher.
+        num_replicas: Number of replicas.
+        top_k: Number of most likely tokens to return besides the sampled one.
+        with_hidden: Also return hidden states.
+        restarts: Maximum restarts of each replica.
+        dtype: Computation dtype.
+        sleeps: Free the memory after use, if the replica can.
+        deadline_s: Maximum seconds for scores.
+        start_deadline_s: Maximum seconds for a replica to start or wake.
     """
 
     name: str
@@ -36,12 +36,12 @@ class TeacherPlan:
 
 @record
 class TeacherTraits:
-    """What every replica of a teacher is.
+    """Traits of all replicas of a teacher.
 
     Attributes:
-        vocab_size: Its token ids are below this.
-        hidden_size: Width of its hidden states; None where it gives none.
-        max_tokens: Longest trajectory that it scores.
+        vocab_size: Exclusive upper bound of token ids.
+        hidden_size: Width of the hidden states; None without them.
+        max_tokens: Maximum trajectory length.
     """
 
     vocab_size: int
@@ -52,32 +52,32 @@ class TeacherTraits:
 class TeacherReplica(Protocol):
     """One copy of a teacher's model; used by one event loop.
 
-    It raises EngineDiedError when it is gone, in whatever call notices, and serves no more after that.
+    Any call raises EngineDiedError once it finds the replica dead; no call works after that.
     """
 
     @property
     def max_tokens(self) -> int:
-        """Longest trajectory that it scores."""
+        """Maximum trajectory length."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Its token ids are below this."""
+        """Exclusive upper bound of token ids."""
         ...
 
     @property
     def hidden_size(self) -> int | None:
-        """Width of its hidden states; None where it gives none."""
+        """Width of the hidden states; None without them."""
         ...
 
     @property
     def most_top_k(self) -> int:
-        """Largest `top_k` that it gives."""
+        """Maximum `top_k`."""
         ...
 
     @property
     def at_once(self) -> int:
-        """Calls of `score` that it works on at once with gain."""
+        """Number of useful concurrent calls of `score`."""
         ...
 
     @property
@@ -86,15 +86,15 @@ class TeacherReplica(Protocol):
         ...
 
     async def start(self) -> None:
-        """Load the model; slow."""
+        """Load the model, which is slow."""
         ...
 
     async def score(self, sequences: Sequence[TeacherRow], *, top_k: int, with_hidden: bool) -> list[TeacherScores]:
-        """Scores of trajectories, in order: every token of them, unchecked."""
+        """Return unchecked scores of every token of trajectories, in order."""
         ...
 
     async def wake(self) -> None:
-        """Take the memory again; nothing when awake."""
+        """Restore the memory; no effect when awake."""
         ...
 
     async def sleep(self) -> None:
@@ -102,5 +102,5 @@ class TeacherReplica(Protocol):
         ...
 
     async def close(self) -> None:
-        """End it, and whatever it started. Can be called twice."""
+        """End the replica and everything it started. Can be called twice."""
         ...

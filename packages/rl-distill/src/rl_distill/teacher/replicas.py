@@ -1,4 +1,4 @@
-"""A teacher of several equal replicas: an idle one scores, a dead one is restarted."""
+"""A teacher with several equal replicas: idle ones score, dead ones are restarted."""
 
 import asyncio
 import time
@@ -16,11 +16,11 @@ log = structlog.get_logger(__name__)
 
 Result = TypeVar("Result")
 MakeReplica = Callable[[int], TeacherReplica]
-"""Makes the replica of a number, not started; called again after each death."""
+"""Creates the replica of a number without starting it; called again after each death."""
 
 
 class _Place:
-    """A replica's place, and who is there."""
+    """A slot for a replica."""
 
     def __init__(self, index: int, replica: TeacherReplica) -> None:
         self.index = index
@@ -37,14 +37,14 @@ class _Place:
 class ReplicatedTeacher:
     """A teacher over replicas; used by one event loop.
 
-    A replica that dies is started again while the others go on, `restarts` times; who asked it gets EngineDiedError,
-    so that the lease can be returned. The next caller waits for one that serves.
+    A dead replica is restarted up to `restarts` times while the others continue. Its caller gets EngineDiedError, so
+    that the lease can be returned. The next caller waits for a serving replica.
 
-    One whose traits are known may start on demand, by the first `score` that needs it: where all of its scores are
-    stored, no process of it ever runs.
+    A teacher with known traits may start on demand, at the first `score` that needs it; if all scores are stored, no
+    process of it ever runs.
 
     Attributes:
-        is_started: True once its model was loaded.
+        is_started: True once the model was loaded.
     """
 
     def __init__(
@@ -55,13 +55,14 @@ class ReplicatedTeacher:
         traits: TeacherTraits | None = None,
         say: Callable[..., None] | None = None,
     ) -> None:
-        """Make the replicas; `start` starts them.
+        """Create the replicas; `start` starts them.
 
         Args:
-            plan: What is asked of them.
-            make: Makes one, by its number; again after each death.
-            traits: What is known of it before it starts; then `score` starts and wakes it, not `start` and `wake`.
-            say: Takes events: deaths and restarts, with their fields.
+            plan: Request to the replicas.
+            make: Creates a replica by its number, again after each death.
+            traits: Traits known before the start; `score` then starts and wakes the teacher, instead of `start` and
+                `wake`.
+            say: Receives events, such as deaths and restarts, with their fields.
         """
         self._plan = plan
         self._make = make
@@ -77,51 +78,51 @@ class ReplicatedTeacher:
 
     @property
     def name(self) -> str:
-        """In settings, metrics and errors."""
+        """Name in settings, metrics and errors."""
         return self._plan.name
 
     @property
     def num_replicas(self) -> int:
-        """Copies that score side by side."""
+        """Number of replicas that score in parallel."""
         return len(self._places)
 
     @property
     def at_once(self) -> int:
-        """Calls of `score` that make sense at once."""
+        """Number of useful concurrent calls of `score`."""
         return sum(place.replica.at_once for place in self._places)
 
     @property
     def max_tokens(self) -> int:
-        """Longest trajectory that it scores."""
+        """Maximum trajectory length."""
         return self._known().max_tokens
 
     @property
     def vocab_size(self) -> int:
-        """Its token ids are below this."""
+        """Exclusive upper bound of token ids."""
         return self._known().vocab_size
 
     @property
     def hidden_size(self) -> int | None:
-        """Width of its hidden states; None where it gives none."""
+        """Width of the hidden states; None without them."""
         is_known = self._plan.with_hidden or (self._is_on_demand and not self.is_started)
         return self._known().hidden_size if is_known else None
 
     @property
     def num_restarts(self) -> int:
-        """Replicas that were started again so far."""
+        """Number of restarts so far."""
         return sum(place.num_restarts for place in self._places)
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which replicas scored so far, summed over them."""
+        """Scoring time so far in seconds, summed over replicas."""
         now = time.monotonic()
         return self._busy_s + sum(now - place.busy_since for place in self._places if place.num_calls)
 
     async def start(self) -> None:
-        """Load the model, unless it starts on demand; where a replica cannot start, none is left.
+        """Load the model, unless it starts on demand; if a replica cannot start, all are closed.
 
         Raises:
-            TeacherError: It cannot, or cannot give what is asked for.
+            TeacherError: A replica cannot start, or does not support the request.
             DeadlineError: It took too long.
         """
         if not self._is_on_demand:
@@ -136,11 +137,11 @@ class ReplicatedTeacher:
         self.is_started = self._is_awake = True
 
     async def score(self, rows: Sequence[TeacherRow]) -> list[TeacherScores]:
-        """Scores of trajectories, in order, unchecked.
+        """Return unchecked scores of trajectories, in order.
 
         Raises:
-            EngineDiedError: The replica that scored them died; another one may score them.
-            TeacherError: It cannot score them, or no replica is left.
+            EngineDiedError: The scoring replica died; another one can score the trajectories.
+            TeacherError: The teacher cannot score them, or no replica is left.
             DeadlineError: It took too long.
         """
         plan = self._plan
@@ -155,7 +156,7 @@ class ReplicatedTeacher:
         return await self._within(plan.deadline_s, self._score(rows), what=what)
 
     async def wake(self) -> None:
-        """Take the memory again, and prove that it serves: a replica that gives other scores than before is restarted.
+        """Restore the memory, and restart replicas that return other scores than before.
 
         Raises:
             DeadlineError: It took too long.
@@ -168,14 +169,14 @@ class ReplicatedTeacher:
         self._is_awake = True
 
     async def sleep(self) -> None:
-        """Free memory until `wake`, where it can."""
+        """Free memory until `wake`, if the replicas can."""
         async with self._starting:
             is_needed, self._is_awake = self._is_awake or not self._is_on_demand, False
             if is_needed and self._plan.sleeps:
                 await asyncio.gather(*(self._sleep(place) for place in self._places if place.is_serving))
 
     async def close(self) -> None:
-        """End every replica; the first error is raised when all are closed. Can be called twice."""
+        """End every replica, then raise the first error. Can be called twice."""
         self._is_closed = True
         restarts = [place.restarting for place in self._places if place.restarting is not None]
         for restart in restarts:
@@ -218,7 +219,7 @@ class ReplicatedTeacher:
         return scores
 
     async def _idle(self) -> _Place:
-        """The serving replica with the fewest calls; waits for a place, or for one that is being started again."""
+        """Return the serving replica with the fewest calls; wait for a free or restarting one."""
         async with self._changed:
             while True:
                 if not any(place.is_serving or place.restarting for place in self._places):
@@ -241,7 +242,7 @@ class ReplicatedTeacher:
             self._changed.notify_all()
 
     def _bury(self, place: _Place, replica: TeacherReplica, error: BaseException) -> None:
-        """Note a death, and begin the restart; of several callers the first one does."""
+        """Record a death and begin the restart, once for several callers."""
         if replica is not place.replica or not place.is_serving or self._is_closed:
             return
         place.is_serving, place.death = False, error
@@ -253,7 +254,7 @@ class ReplicatedTeacher:
             place.restarting = asyncio.get_running_loop().create_task(self._restart(place))
 
     async def _restart(self, place: _Place) -> None:
-        """Start a replica in a dead one's place, as often as is left."""
+        """Start a replica in a dead one's place, within the remaining restarts."""
         try:
             while place.num_restarts < self._plan.restarts and not place.is_serving:
                 place.num_restarts += 1
@@ -271,7 +272,7 @@ class ReplicatedTeacher:
                 self._changed.notify_all()
 
     async def _start(self, place: _Place) -> None:
-        """Start a replica, and have it prove that it serves what another one, or its former life, does."""
+        """Start a replica, and check its scores against those of another or earlier replica."""
         try:
             await self._within(self._plan.start_deadline_s, place.replica.start(), what=f"replica {place.index}")
             self._learn_traits(place.replica)
@@ -302,7 +303,7 @@ class ReplicatedTeacher:
             self._bury(place, place.replica, error)
 
     async def _prove(self, place: _Place, *, what: str) -> None:
-        """Have a replica score a short sequence, and compare with the first answer that any gave."""
+        """Let a replica score a short sequence, and compare with the first answer of any replica."""
         row = probe_row(place.replica.vocab_size)
         asked = f"replica {place.index} to score {PROBE_TOKENS} tokens {what}"
         (answer,) = await self._within(self._plan.start_deadline_s, self._ask(place.replica, [row]), what=asked)
@@ -327,7 +328,7 @@ class ReplicatedTeacher:
             ) from None
 
     def _check_lengths(self, rows: Sequence[TeacherRow]) -> None:
-        """Refuse a trajectory that the teacher cannot take whole."""
+        """Check that trajectories are within the teacher's maximum length."""
         for row in rows:
             if len(row.input_ids) > self.max_tokens:
                 uid, session, output = row.key
@@ -339,7 +340,7 @@ class ReplicatedTeacher:
                 )
 
     def _learn_traits(self, replica: TeacherReplica) -> None:
-        """Refuse a teacher that cannot give what is asked for, and remember what it is."""
+        """Check that the teacher supports the request, and store its traits."""
         if self._plan.top_k > replica.most_top_k:
             raise TeacherError(
                 f"teacher {self.name!r} gives at most {replica.most_top_k} likeliest tokens; distillation.top_k = "

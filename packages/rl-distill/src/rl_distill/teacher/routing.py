@@ -1,4 +1,4 @@
-"""Which teacher scores which prompt."""
+"""Routing of prompts to teachers."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -12,16 +12,16 @@ DATA_SOURCE = "data_source"
 
 
 class TeacherRouter:
-    """Gives the teacher of a prompt by one value of it: its data source, or a column.
+    """Selects the teacher of a prompt by its data source or a column.
 
-    Values that are no text count as Python writes them: the column `level` of 3 is "3".
+    Values other than text are converted with `str`: 3 in the column `level` is "3".
     """
 
     def __init__(self, options: DistillationOptions) -> None:
         """Read the routes.
 
         Raises:
-            SettingsError: Two teachers answer for one value, or one answers for none.
+            SettingsError: Two teachers have the same value, or a teacher has none.
         """
         if found := list(route_problems(options)):
             raise SettingsError("\n".join(found))
@@ -29,10 +29,10 @@ class TeacherRouter:
         self._teachers = {source: name for name, teacher in options.teachers.items() for source in teacher.data_sources}
 
     def value_of(self, prompt: Prompt) -> str:
-        """What a prompt is routed by.
+        """Return the routing value of a prompt.
 
         Raises:
-            DataError: It lacks the column, or has nothing in it.
+            DataError: The column is missing or empty.
         """
         route_by = self._options.route_by
         if route_by == DATA_SOURCE:
@@ -48,10 +48,10 @@ class TeacherRouter:
         return str(value)
 
     def teacher_of(self, prompt: Prompt) -> str:
-        """Name of the teacher that scores a prompt's trajectories.
+        """Return the name of the teacher that scores a prompt's trajectories.
 
         Raises:
-            DataError: No teacher answers for it.
+            DataError: No teacher has the prompt's value.
         """
         value = self.value_of(prompt)
         name = self._teachers.get(value, self._options.default_teacher)
@@ -63,10 +63,10 @@ class TeacherRouter:
         return name
 
     def problems(self, prompts: Iterable[Prompt]) -> Iterator[str]:
-        """What is wrong between the routes and the prompts to train on; each is told once, with all values.
+        """Return problems of the routes for the training prompts, each once with all of its values.
 
-        A teacher that nothing reaches is a problem, and so is a value that no prompt has: with a default teacher, a
-        misspelt one would send prompts to the wrong teacher without a word.
+        A teacher without prompts and a value without prompts are problems: with a default teacher, a misspelt value
+        would silently send prompts to the wrong teacher.
         """
         counts: Counter[str] = Counter()
         try:
@@ -101,7 +101,7 @@ class TeacherRouter:
 
 
 def route_problems(options: DistillationOptions) -> Iterator[str]:
-    """What no prompts could be routed by: a value of two teachers, a teacher without values, a default that is none."""
+    """Return problems of the routes: a value of two teachers, a teacher without values, an unknown default."""
     owners: dict[str, str] = {}
     for name, teacher in options.teachers.items():
         for source in teacher.data_sources:

@@ -1,4 +1,4 @@
-"""A cache of teachers' scores: what a teacher said of a trajectory is read from disk in place of asking it again."""
+"""A cache of teachers' scores on disk, so that known trajectories are not scored again."""
 
 import hashlib
 import json
@@ -28,19 +28,19 @@ from rl_distill.teacher.scores import NO_TOKEN, TeacherRow, TeacherScores
 log = structlog.get_logger(__name__)
 
 MAX_PENDING_BYTES = 1 << 26
-"""About 250 trajectories of 512 tokens with 64 likeliest each."""
+"""About 250 trajectories of 512 tokens with the top 64 tokens each."""
 
 
 @record
 class ScoreKind:
-    """What scores must have in common to stand for each other.
+    """Properties that interchangeable scores share.
 
     Attributes:
-        teacher: Fingerprint of its weights; see `model_fingerprint`.
-        dtype: What it computes in.
-        top_k: Likeliest tokens beside the token itself.
-        temperature: Of its distribution.
-        with_hidden: Whether hidden states are kept.
+        teacher: Fingerprint of the teacher's weights; see `model_fingerprint`.
+        dtype: Computation dtype.
+        top_k: Number of most likely tokens besides the sampled one.
+        temperature: Temperature of the distribution.
+        with_hidden: Whether hidden states are stored.
     """
 
     teacher: str
@@ -51,31 +51,31 @@ class ScoreKind:
 
     @property
     def digest(self) -> bytes:
-        """[32] of all of it."""
+        """32-byte digest of all properties."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
 
 
 class ScoreCache:
-    """Scores of one teacher in a folder; any number of threads and processes may use one.
+    """Scores of one teacher in a folder, which several threads and processes may share.
 
-    What is stored is kept in memory until there is enough for an entry; `flush` writes the rest.
+    Stored scores are kept in memory until they fill an entry; `flush` writes the rest.
 
     Attributes:
-        folder: Of the entries.
+        folder: Folder of the entries.
         failure: Why nothing is stored any more; None while it is.
     """
 
     @converts_arguments
     def __init__(self, directory: Path, kind: ScoreKind, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
-        """Open the folder, and make it where it is not there.
+        """Open the folder, or create it.
 
         Args:
-            directory: Of all teachers' scores; each kind has a folder in it.
-            kind: Which scores.
-            max_pending_bytes: What is kept in memory until it is written.
+            directory: Folder of all teachers' scores, with a folder for each kind.
+            kind: Kind of the scores.
+            max_pending_bytes: Bytes kept in memory before an entry is written.
 
         Raises:
-            CacheError: The folder cannot be made or read.
+            CacheError: The folder cannot be created or read.
             MissingExtraError: The library of zarr's codecs is not installed.
         """
         require_library()
@@ -91,14 +91,14 @@ class ScoreCache:
         self._prepare()
 
     def __len__(self) -> int:
-        """Trajectories whose scores are known here."""
+        """Return the number of trajectories with known scores."""
         with self._lock:
             return len(self._places.keys() | self._pending.keys())
 
     def lookup(self, rows: Sequence[TeacherRow]) -> list[TeacherScores | None]:
-        """What is stored of each trajectory; None where nothing is.
+        """Return the stored scores of each trajectory, or None.
 
-        An entry that is torn is set aside with a warning, and its trajectories are None.
+        A damaged entry is set aside with a warning, and its trajectories are None.
 
         Raises:
             CacheError: The folder cannot be read.
@@ -114,14 +114,14 @@ class ScoreCache:
         ]
 
     def store(self, rows: Sequence[TeacherRow], scores: Sequence[TeacherScores]) -> None:
-        """Keep scores of trajectories; a disk that takes no more gives a warning, and then nothing is stored.
+        """Store scores of trajectories; if the disk fails, log a warning and store nothing more.
 
         Args:
-            rows: Which.
-            scores: Checked and masked, of this cache's kind.
+            rows: The trajectories.
+            scores: Checked and masked scores of this cache's kind.
 
         Raises:
-            CacheError: They are of another kind.
+            CacheError: The scores are of another kind.
         """
         with self._lock:
             for row, found in zip(rows, scores, strict=True):
@@ -133,7 +133,7 @@ class ScoreCache:
                     self.flush()
 
     def flush(self) -> None:
-        """Write what is kept in memory."""
+        """Write the scores kept in memory."""
         with self._lock:
             if not self._pending:
                 return
@@ -163,7 +163,7 @@ class ScoreCache:
         self._find_entries()
 
     def _find_entries(self) -> None:
-        """Open what others have stored since."""
+        """Open entries that others have stored since."""
         for name in entry_names(self.folder):
             if name not in self._entries:
                 self._open(name)
@@ -179,7 +179,7 @@ class ScoreCache:
             self._places.setdefault(key, (name, number))
 
     def _read(self, keys: Sequence[bytes]) -> dict[bytes, TeacherScores]:
-        """What is known of these, entry by entry; those of a torn one are left out."""
+        """Return known scores of keys, entry by entry, without those of damaged entries."""
         found = {key: self._pending[key] for key in keys if key in self._pending}
         wanted: defaultdict[str, list[bytes]] = defaultdict(list)
         for key in dict.fromkeys(keys):
@@ -196,7 +196,7 @@ class ScoreCache:
         return found
 
     def _drop(self, name: str, error: BrokenEntryError) -> None:
-        """Forget an entry that is torn or gone, and move it out of the way."""
+        """Drop a damaged or missing entry, and move it aside."""
         self._entries[name] = None
         self._places = {key: place for key, place in self._places.items() if place[0] != name}
         path = self.folder / name
@@ -209,7 +209,7 @@ class ScoreCache:
                 log.warning("teacher_scores_set_aside", entry=str(path), now=str(target), error=str(error))
 
     def _packed(self, scores: TeacherScores, row: TeacherRow) -> TeacherScores:
-        """The trained tokens' scores."""
+        """Return the trained tokens' scores."""
         width = self._kind.top_k + 1
         if scores.logprobs.shape != (len(row.input_ids), width) or (scores.hidden is None) is self._kind.with_hidden:
             raise CacheError(
@@ -223,7 +223,7 @@ class ScoreCache:
 
 
 def score_key(kind: ScoreKind, row: TeacherRow) -> bytes:
-    """[32] what a trajectory's scores are found by: its tokens, which of them train, and the scores' kind."""
+    """Return the 32-byte key of a trajectory's scores, from its tokens, loss mask and the scores' kind."""
     digest = hashlib.sha256(kind.digest)
     digest.update(len(row.input_ids).to_bytes(8, "little"))
     digest.update(row.input_ids.astype("<i4").tobytes())
@@ -232,7 +232,7 @@ def score_key(kind: ScoreKind, row: TeacherRow) -> bytes:
 
 
 def _unpacked(stored: TeacherScores, row: TeacherRow) -> TeacherScores | None:
-    """Scores at their tokens; None where they are not this trajectory's, whatever their key says."""
+    """Return the scores at their tokens; None if they do not match this trajectory despite their key."""
     mask = row.loss_mask
     own = row.input_ids[mask]
     if len(stored.logprobs) != len(own) or not np.array_equal(stored.token_ids[:, 0], own):

@@ -1,8 +1,8 @@
-"""Entries of a score cache on disk: zarr arrays of many trajectories, written whole, read in parts, nothing trusted.
+"""Entries of a score cache on disk: zarr arrays of many trajectories, written whole, read in parts and verified.
 
-An entry is a folder: `manifest.json` with the checksum of every file, and one-dimensional arrays. `keys` has 32 bytes a
-trajectory and `counts` its trained tokens; `logprobs`, `token_ids` and `hidden` have the trained tokens of all, one
-after the other.
+An entry is a folder: `manifest.json` with the checksum of every file, and one-dimensional arrays. `keys` has 32 bytes
+per trajectory and `counts` the number of its trained tokens; `logprobs`, `token_ids` and `hidden` concatenate the
+trained tokens of all trajectories.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 1 << 24, 1 << 20
 MAX_ENTRY_BYTES = 1 << 32
 CHUNK_BYTES = 1 << 19
-"""Of what is read in parts: a trajectory of 512 tokens with 64 likeliest each has 133 KB of either."""
+"""Chunk size of arrays read in parts; 512 tokens with the top 64 tokens each have 133 KB per array."""
 KEY_BYTES = 32
 DTYPES = {"keys": "uint8", "counts": "int32", "logprobs": "float32", "token_ids": "int32", "hidden": "float32"}
 NAME = re.compile(r"scores-[0-9a-f]{16}")
@@ -50,15 +50,15 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 class EntryManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What an entry holds.
+    """Contents of an entry.
 
     Attributes:
         format: Always FORMAT.
         format_version: Always FORMAT_VERSION.
-        num_rows: Trajectories.
+        num_rows: Number of trajectories.
         width: K + 1.
-        hidden_size: H; 0 where no states are kept.
-        arrays: By name.
+        hidden_size: H; 0 without hidden states.
+        arrays: Arrays by name.
     """
 
     format: str
@@ -70,13 +70,13 @@ class EntryManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ScoreEntry:
-    """An entry whose keys were read; its scores are read as they are asked for."""
+    """An entry with its keys in memory; scores are read on demand."""
 
     def __init__(self, path: Path) -> None:
-        """Read what it holds.
+        """Read the manifest and the keys.
 
         Raises:
-            BrokenEntryError: It is no entry, or not whole.
+            BrokenEntryError: The folder is not an entry, or is incomplete.
             MissingExtraError: The library of zarr's codecs is not installed.
         """
         self.path = path
@@ -94,10 +94,10 @@ class ScoreEntry:
             check_metadata(bytes(content), manifest.arrays[name], path=where)
 
     def read(self, rows: Sequence[int]) -> list[TeacherScores]:
-        """Scores of the trained tokens of trajectories, by their numbers; each chunk of them is read once.
+        """Return scores of the trained tokens of trajectories by their numbers; reads each chunk once.
 
         Raises:
-            BrokenEntryError: A file is missing, or not what it must be.
+            BrokenEntryError: A file is missing or invalid.
         """
         values = {name: self._slices(name, rows, width) for name, width in self._parts.items()}
         hidden = values.get("hidden")
@@ -108,7 +108,7 @@ class ScoreEntry:
 
     @property
     def _parts(self) -> Mapping[str, int]:
-        """Numbers of each token in the arrays that are read in parts."""
+        """Numbers per token in the arrays that are read in parts."""
         manifest = self._manifest
         parts = {"logprobs": manifest.width, "token_ids": manifest.width}
         return parts | ({"hidden": manifest.hidden_size} if manifest.hidden_size else {})
@@ -142,10 +142,10 @@ class ScoreEntry:
 
 
 def require_library() -> None:
-    """Find out at the start whether the library of zarr's codecs is installed.
+    """Check at the start that the library of zarr's codecs is installed.
 
     Raises:
-        MissingExtraError: It is not.
+        MissingExtraError: It is not installed.
     """
     sample = np.zeros(1, dtype=np.uint8)
     try:
@@ -157,7 +157,7 @@ def require_library() -> None:
 
 
 def entry_names(folder: Path) -> list[str]:
-    """Names of what is, or claims to be, an entry."""
+    """Return the names of folders that look like entries."""
     try:
         return sorted(name for name in os.listdir(folder) if NAME.fullmatch(name))  # noqa: PTH208 (names alone)
     except FileNotFoundError:
@@ -167,17 +167,17 @@ def entry_names(folder: Path) -> list[str]:
 
 
 def write_entry(folder: Path, rows: Mapping[bytes, TeacherScores]) -> str:
-    """Store trajectories as a new entry, built aside under a lock, flushed, and renamed into its place.
+    """Store trajectories as a new entry, built under a lock, flushed, and renamed into place.
 
     Args:
-        folder: Of the entries.
-        rows: Scores of trained tokens by key; at least one, all of one width.
+        folder: Folder of the entries.
+        rows: Scores of trained tokens by key; at least one, all of the same width.
 
     Returns:
         The entry's name.
 
     Raises:
-        CacheError: It cannot be written; nothing of it is left.
+        CacheError: The entry cannot be written; no part of it is left.
         MissingExtraError: The library of zarr's codecs is not installed.
     """
     token = secrets.token_hex(8)
@@ -198,7 +198,7 @@ def write_entry(folder: Path, rows: Mapping[bytes, TeacherScores]) -> str:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Move a broken entry below `broken`; None where it is gone."""
+    """Move a broken entry into `broken`, and return its new path; None if it is gone."""
     target = path.parent / BROKEN / f"{path.name}-{secrets.token_hex(8)}"
     try:
         target.parent.mkdir(exist_ok=True)
@@ -246,7 +246,7 @@ def _write(file: Path, *parts: bytes | memoryview) -> None:
 
 
 def _read(file: Path, size_bytes: int) -> memoryview:
-    """A whole file of a known size, in memory that is the caller's to change."""
+    """Read a whole file of a known size into writable memory."""
     try:
         with open_plain(file) as (stream, size):
             if size != size_bytes:
@@ -282,7 +282,7 @@ def _read_manifest(path: Path) -> EntryManifest:
 
 
 def _check(manifest: EntryManifest, path: Path) -> None:
-    """Refuse what is of another form or too large, before any of it is read."""
+    """Check the form and size before anything is read."""
     expected = {name: dtype for name, dtype in DTYPES.items() if name != "hidden" or manifest.hidden_size}
     found = {name: spec.dtype for name, spec in manifest.arrays.items()}
     if (manifest.format, manifest.format_version, found) != (FORMAT, FORMAT_VERSION, expected) or manifest.width < 1:

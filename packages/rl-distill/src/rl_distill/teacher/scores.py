@@ -1,4 +1,4 @@
-"""What a teacher says of one trajectory: checked, masked, and put into columns."""
+"""A teacher's scores of one trajectory: checks, masks and columns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,23 +12,23 @@ from rl_core.errors import TeacherError
 from rl_core.record_fields import Axes, record
 
 NO_TOKEN = -1
-"""Token id where a teacher gave none."""
+"""Token id where a teacher returned none."""
 NO_TEACHER = -1
 """`teacher_index` of a token that no teacher scored."""
 TOLERANCE = 1e-4
-"""How far above 0, or above the one before it, float32 may put a logprob."""
+"""Rounding tolerance of float32 for a logprob above 0 or above the previous one."""
 PADDING_LOGPROB = float(np.log(1e-3))
-"""A token that no tokenizer has, which fills up a vocabulary, is less likely than this."""
+"""Padding tokens of a vocabulary, which no tokenizer has, are less likely than this."""
 AGREEMENT = 1e-2
-"""How far two logprobs of one token may be apart, and a sum of probabilities above 1."""
+"""Tolerance between two logprobs of one token, and of a sum of probabilities above 1."""
 
 
 @record
 class TeacherRow:
-    """One trajectory, as a teacher gets it.
+    """One trajectory for a teacher to score.
 
     Attributes:
-        key: Which it is.
+        key: Key of the trajectory.
         input_ids: [T] int32 prompt and response.
         loss_mask: [T] bool, True where the token trains.
     """
@@ -43,9 +43,9 @@ class TeacherScores:
     """A teacher's logprobs of one trajectory; position t belongs to token t, predicted from the tokens before it.
 
     Attributes:
-        logprobs: [T, K + 1] float32: of the token itself, then of the K likeliest, falling.
-        token_ids: [T, K + 1] int32: whose they are; -1, with logprob 0, where the teacher gave fewer.
-        hidden: [T, H] float32 states from which the teacher predicts each token, where they are asked for.
+        logprobs: [T, K + 1] float32 logprobs of the sampled token and, descending, of the K most likely tokens.
+        token_ids: [T, K + 1] int32 token ids of the logprobs; -1, with logprob 0, where the teacher returned fewer.
+        hidden: [T, H] float32 states from which the teacher predicts each token; None unless requested.
     """
 
     logprobs: FloatArray
@@ -54,19 +54,19 @@ class TeacherScores:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes in memory."""
+        """Size in memory, in bytes."""
         return self.logprobs.nbytes + self.token_ids.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
 
 
 @record
 class ScoreShape:
-    """What scores must look like.
+    """Required shape of scores.
 
     Attributes:
         top_k: K.
-        vocab_size: Token ids are below this: the student's vocabulary. One with the same tokenizer that was filled up
-            to a larger size may give unlikely ids above it, which count as tokens that it did not give.
-        hidden_size: H of the teacher's states; None where none are asked for.
+        vocab_size: Size of the student's vocabulary. A teacher with the same tokenizer but a padded vocabulary may
+            return unlikely ids above it, which count as not returned.
+        hidden_size: H of the teacher's states; None unless requested.
     """
 
     top_k: int
@@ -75,23 +75,23 @@ class ScoreShape:
 
 
 _Fault = tuple[BoolArray, str, NDArray[np.generic], str]
-"""[T] which tokens cannot be trained on, what was expected, what was found there, and what to do."""
+"""[T] bool of invalid tokens, what was expected, what was found there, and what to do."""
 
 
 def check_scores(scores: TeacherScores, row: TeacherRow, *, teacher: str, shape: ScoreShape) -> TeacherScores:
-    """Scores that can be trained on: those of the tokens that train, the rest masked.
+    """Check scores and mask untrained tokens.
 
     Args:
-        scores: As the teacher gave them.
-        row: What it was asked about.
-        teacher: Its name, for errors.
-        shape: What was asked for.
+        scores: The teacher's scores.
+        row: The scored trajectory.
+        teacher: The teacher's name, for errors.
+        shape: Requested shape.
 
     Returns:
-        Logprobs 0, ids -1 and states 0 where `loss_mask` is False; float32 noise above 0 is cut off.
+        Scores with logprobs 0, ids -1 and states 0 where `loss_mask` is False; rounding errors above 0 are clamped.
 
     Raises:
-        TeacherError: They are none; the message names the trajectory, the first such token, and what to do.
+        TeacherError: Scores are invalid; the message names the trajectory, the first invalid token, and what to do.
     """
     _check_shapes(scores, row, teacher=teacher, shape=shape)
     scores, trains = _without_padding(scores, shape), row.loss_mask
@@ -116,7 +116,7 @@ def check_scores(scores: TeacherScores, row: TeacherRow, *, teacher: str, shape:
 
 
 def empty_scores(row: TeacherRow, shape: ScoreShape) -> TeacherScores:
-    """Scores of a fully masked trajectory."""
+    """Return scores of a fully masked trajectory."""
     size = (len(row.input_ids), shape.top_k + 1)
     hidden = None if shape.hidden_size is None else np.zeros((size[0], shape.hidden_size), dtype=np.float32)
     return TeacherScores(
@@ -131,13 +131,13 @@ def teacher_columns(
     offsets: Index,
     hidden_size: int | None = None,
 ) -> Mapping[str, Column]:
-    """Columns of checked scores, aligned with `input_ids`.
+    """Return columns of checked scores, aligned with `input_ids`.
 
     Args:
-        scores: Of each row, in the batch's order.
-        indices: Number of each row's teacher.
-        offsets: [N + 1] of the batch's `input_ids`.
-        hidden_size: Widest states of all teachers, to which the others are padded with zeros; None gives no states.
+        scores: Scores of each row, in the batch's order.
+        indices: Index of each row's teacher.
+        offsets: [N + 1] offsets of the batch's `input_ids`.
+        hidden_size: Maximum width of all teachers' states, to which others are zero-padded; None omits states.
     """
     numbers = [
         np.where(one.token_ids[:, 0] == NO_TOKEN, NO_TEACHER, index).astype(np.int16)
@@ -177,7 +177,7 @@ def _check_shapes(scores: TeacherScores, row: TeacherRow, *, teacher: str, shape
 
 
 def _without_padding(scores: TeacherScores, shape: ScoreShape) -> TeacherScores:
-    """Scores without the tokens that fill up a larger vocabulary: -1 and 0, behind the others."""
+    """Replace padding tokens of a larger vocabulary by id -1 and logprob 0, after the others."""
     ids, logprobs = scores.token_ids, scores.logprobs
     is_padding = (ids >= shape.vocab_size) & (logprobs < PADDING_LOGPROB)
     is_padding[:, 0] = False
@@ -192,7 +192,7 @@ def _without_padding(scores: TeacherScores, shape: ScoreShape) -> TeacherScores:
 
 
 def _faults(scores: TeacherScores, row: TeacherRow, shape: ScoreShape) -> Iterator[_Fault]:
-    """What can be wrong with tokens, the plainest first: later ones compare what earlier ones have proved."""
+    """Yield the possible faults of tokens, simplest first; later checks rely on earlier ones."""
     logprobs, ids = np.asarray(scores.logprobs, dtype=np.float32), scores.token_ids
     top, top_ids = logprobs[:, 1:], ids[:, 1:]
     is_given = top_ids != NO_TOKEN
@@ -249,7 +249,7 @@ def _faults(scores: TeacherScores, row: TeacherRow, shape: ScoreShape) -> Iterat
 
 
 def _any(is_wrong: Any) -> BoolArray:
-    """[T] True where anything of a token is."""
+    """Return [T] True where any value of a token is wrong."""
     found: BoolArray = np.any(np.asarray(is_wrong), axis=1)
     return found
 

@@ -1,4 +1,4 @@
-"""From trajectories to checked scores of one teacher: in its own tokens where it has others, stored or asked for."""
+"""Checked scores of one teacher, cached or computed, translated to its own tokens if these differ."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from rl_distill.teacher.step_report import Tally
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTeacher:
-    """A teacher, and what stands between it and the queue.
+    """A teacher with its cache and aligner.
 
     Attributes:
-        teacher: Scores.
-        index: Its number in `teacher_index`.
-        cache: What it said before, in its own tokens.
-        aligner: Where its tokens are not the student's.
+        teacher: The teacher.
+        index: Its index in `teacher_index`.
+        cache: Its stored scores, in its own tokens; None without a cache.
+        aligner: Translates tokens; None if the teacher has the student's tokens.
     """
 
     teacher: ReplicatedTeacher
@@ -31,17 +31,17 @@ class ServedTeacher:
     async def scores(
         self, rows: Sequence[TeacherRow], logprobs: Sequence[FloatArray], *, shape: ScoreShape, tally: Tally
     ) -> list[TeacherScores]:
-        """Checked and masked scores of trajectories; fully masked ones are not scored.
+        """Return checked and masked scores of trajectories; fully masked ones are not scored.
 
         Args:
-            rows: Trajectories of the student.
-            logprobs: [T] of each, the student's own; used by an aligner alone.
-            shape: What the scores must look like.
-            tally: Counts them.
+            rows: The student's trajectories.
+            logprobs: [T] the student's logprobs of each trajectory; only an aligner uses them.
+            shape: Required shape of the scores.
+            tally: Counts the trajectories.
 
         Raises:
-            TeacherError: The teacher gives what cannot be trained on.
-            EngineDiedError: It died.
+            TeacherError: The teacher returns invalid scores.
+            EngineDiedError: The teacher's replica died.
         """
         trained = [at for at, row in enumerate(rows) if row.loss_mask.any()]
         if self.aligner is None:
@@ -62,7 +62,7 @@ class ServedTeacher:
         shape: ScoreShape,
         tally: Tally,
     ) -> list[TeacherScores]:
-        """Scores of the same text in the teacher's tokens, checked there, put at the student's tokens."""
+        """Score the text in the teacher's tokens, check, and translate to the student's tokens."""
         own = ScoreShape(top_k=shape.top_k, vocab_size=self.teacher.vocab_size)
         translations = await asyncio.to_thread(lambda: [aligner.to_teacher(row) for row in rows])
         asked = [one.row for one in translations if one.row.loss_mask.any()]
@@ -74,7 +74,7 @@ class ServedTeacher:
         ]
 
     async def _own_scores(self, rows: Sequence[TeacherRow], *, shape: ScoreShape, tally: Tally) -> list[TeacherScores]:
-        """Stored scores, and those of the teacher, which are stored."""
+        """Return cached scores and, for the rest, the teacher's, which are then cached."""
         name, cache = self.teacher.name, self.cache
         stored: Sequence[TeacherScores | None] = [None] * len(rows)
         if cache is not None:

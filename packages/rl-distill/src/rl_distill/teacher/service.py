@@ -1,4 +1,4 @@
-"""The queue's task of teachers: every trajectory gets its teacher's scores, while others are still generated."""
+"""The teachers' queue task: score trajectories while others are still being generated."""
 
 import asyncio
 import time
@@ -34,18 +34,18 @@ Result = TypeVar("Result")
 
 TASK = "teacher"
 SPARE_LEASES = 32
-"""Groups leased beyond those that are being scored: no teacher waits for the queue, nor for one that is restarted."""
+"""Groups leased beyond those being scored, so that no teacher waits for the queue or for a restarting replica."""
 
 
 @settings_record
 class ServiceOptions:
-    """What the service asks of all teachers.
+    """Requests to all teachers.
 
     Attributes:
-        vocab_size: Of the student.
-        top_k: Likeliest tokens beside the sampled one.
-        with_hidden: Also give hidden states.
-        deadline_s: Longest wait for teachers, once all rollouts are there.
+        vocab_size: Size of the student's vocabulary.
+        top_k: Number of most likely tokens besides the sampled one.
+        with_hidden: Also return hidden states.
+        deadline_s: Maximum seconds for teachers after the last rollout.
     """
 
     vocab_size: int
@@ -59,9 +59,9 @@ class Scoring:
     """A lease that is being scored.
 
     Attributes:
-        teachers: That score it.
+        teachers: Teachers that score the lease.
         prompt_uid: Its first prompt.
-        since: When that began, in seconds since the epoch.
+        since: Start of scoring, in seconds since the epoch.
     """
 
     teachers: tuple[str, ...]
@@ -70,11 +70,11 @@ class Scoring:
 
 
 def teacher_task(*, with_hidden: bool = False, with_aligner: bool = False) -> TaskSpec:
-    """The queue's task that the service serves.
+    """Return the queue task that the service serves.
 
     Args:
-        with_hidden: Teachers give hidden states too.
-        with_aligner: Some have another tokenizer, and need the student's logprobs.
+        with_hidden: Teachers also return hidden states.
+        with_aligner: Some teachers have another tokenizer, and need the student's logprobs.
     """
     hidden = {"teacher_hidden"} if with_hidden else set()
     own = {"rollout_logprobs"} if with_aligner else set()
@@ -87,13 +87,13 @@ def teacher_task(*, with_hidden: bool = False, with_aligner: bool = False) -> Ta
 
 
 class TeacherService:
-    """Leases groups as they arrive, has each scored by the teacher of its prompt, checks, and acks.
+    """Leases groups as they arrive, has each prompt's teacher score them, checks the scores, and acks.
 
-    A group whose teacher died under it is returned to the queue, which delivers it again. Nothing is acked without
-    the scores of every trajectory of every session.
+    If a teacher dies while scoring a group, the queue delivers the group again. No group is acked without scores of
+    every trajectory of every session.
 
     Attributes:
-        report: What the last `serve_while` cost; empty before the first.
+        report: Report of the last `serve_while`; empty before the first.
     """
 
     def __init__(
@@ -106,15 +106,15 @@ class TeacherService:
         aligners: Mapping[str, TeacherAligner] | None = None,
         say: Callable[..., None] | None = None,
     ) -> None:
-        """Join teachers that are not started yet.
+        """Combine teachers that are not started yet.
 
         Args:
-            teachers: In the order of the settings: `teacher_index` counts them.
-            router: Which of them scores a prompt.
-            options: What is asked of them.
+            teachers: Teachers in the order of the settings and of `teacher_index`.
+            router: Selects the teacher of a prompt.
+            options: Requests to all teachers.
             caches: Stored scores of teachers, by name.
-            aligners: For teachers whose tokens are not the student's, by name.
-            say: Takes events, with their names and fields.
+            aligners: Aligners of teachers with other tokens than the student's, by name.
+            say: Receives events with their names and fields.
         """
         self._teachers = {teacher.name: teacher for teacher in teachers}
         self._served = {
@@ -138,21 +138,21 @@ class TeacherService:
 
     @property
     def scoring(self) -> tuple[Scoring, ...]:
-        """What is being scored now, in the order in which that began."""
+        """Leases being scored, in order of their start."""
         return tuple(self._work.values())
 
     def take_report(self) -> ServiceReport:
-        """What was scored since the last call, or since `serve_while` began, while it goes on; nobody waited."""
+        """Return the report since the last call, or since `serve_while` began, while it runs, with no waiting time."""
         return ServiceReport(
             waited_s=0.0, teachers={name: tally.take(self._teachers[name]) for name, tally in self._tallies.items()}
         )
 
     async def start(self) -> None:
-        """Start every teacher at once; where one cannot start, none is left.
+        """Start all teachers in parallel; if one cannot start, all are closed.
 
         Raises:
-            TeacherError: One cannot; the message names it.
-            DeadlineError: One was too slow.
+            TeacherError: A teacher cannot start; the message names it.
+            DeadlineError: A teacher was too slow.
         """
         started = await asyncio.gather(*(t.start() for t in self._teachers.values()), return_exceptions=True)
         errors = [error for error in started if isinstance(error, BaseException)]
@@ -162,7 +162,7 @@ class TeacherService:
             raise errors[0]
 
     async def close(self) -> None:
-        """Write what is to be stored, and end every teacher; the first error is raised when all are closed."""
+        """Write pending scores and end every teacher, then raise the first error."""
         await self._flush()
         closed = await asyncio.gather(*(t.close() for t in self._teachers.values()), return_exceptions=True)
         for error in closed:
@@ -170,19 +170,19 @@ class TeacherService:
                 raise error
 
     async def serve_while(self, queue: TransferQueue, work: Awaitable[Result]) -> Result:
-        """Score what arrives while something puts trajectories into the queue, and then what is left.
+        """Score trajectories while work puts them into the queue, then the remaining ones.
 
-        The first failure, or a cancellation, ends the other; the original error is raised.
+        The first failure or a cancellation ends the other side; the original error is raised.
 
         Args:
-            queue: Has the task of `teacher_task`.
-            work: Issues prompts, tells `issued`, and settles their sessions.
+            queue: Queue with the task of `teacher_task`.
+            work: Issues prompts, calls `issued`, and completes their sessions.
 
         Returns:
-            What the work gave.
+            The result of the work.
 
         Raises:
-            TeacherError: A teacher gives what cannot be trained on, or none of its replicas is left.
+            TeacherError: A teacher returns invalid scores, or has no replica left.
             DeadlineError: Teachers took too long after the last rollout.
         """
         self._is_over, self._num_issues = False, 0
@@ -209,13 +209,13 @@ class TeacherService:
         return result
 
     async def issued(self) -> None:
-        """Say that prompts were issued: there may be something to lease."""
+        """Announce that prompts were issued, so that a lease may be possible."""
         await self._tell()
 
     # -- inside
 
     async def _flush(self) -> None:
-        """Write what is to be stored."""
+        """Write pending scores."""
         for served in self._served.values():
             if served.cache is not None:
                 await asyncio.to_thread(served.cache.flush)
@@ -237,7 +237,7 @@ class TeacherService:
         serving.result()
 
     async def _serve(self, queue: TransferQueue) -> None:
-        """Wake the teachers, and score until nothing can come any more."""
+        """Wake the teachers, and score until no more groups can arrive."""
         await asyncio.gather(*(teacher.wake() for teacher in self._teachers.values()))
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -266,7 +266,7 @@ class TeacherService:
                 tasks.create_task(self._score_lease(queue, lease)).add_done_callback(lambda _: room.release())
 
     async def _wait_for_news(self, seen: int) -> None:
-        """Wait until prompts were issued after the count was read; ended by who runs the work, with its deadline."""
+        """Wait until prompts are issued after the count was read; the runner of the work ends it, with its deadline."""
         async with self._news:
             await self._news.wait_for(lambda: self._num_issues > seen or self._is_over)
 
@@ -286,7 +286,7 @@ class TeacherService:
                 queue.release(lease)
 
     async def _columns(self, lease: Lease) -> Mapping[str, Column]:
-        """Columns of all rows of a lease."""
+        """Return the columns of all rows of a lease."""
         names = {prompt.uid: self._router.teacher_of(prompt) for prompt in lease.prompts}
         rows, logprobs = _rows(lease.batch), _logprobs(lease.batch)
         of_rows = [names[row.key.prompt_uid] for row in rows]
@@ -310,7 +310,7 @@ class TeacherService:
         )
 
     def _shape(self, teacher: ReplicatedTeacher) -> ScoreShape:
-        """What a teacher's scores must look like."""
+        """Return the required shape of a teacher's scores."""
         return ScoreShape(
             top_k=self._options.top_k,
             vocab_size=self._options.vocab_size,
@@ -324,7 +324,7 @@ class TeacherService:
         return max(size for size in sizes if size is not None)
 
     def _describe_work(self) -> str:
-        """Which teachers are scoring what, and since when."""
+        """Describe what teachers are scoring, and since when."""
         return (
             "; ".join(
                 f"teacher {', '.join(map(repr, work.teachers))} has prompt {work.prompt_uid!r} since "
@@ -343,7 +343,7 @@ def _rows(batch: Batch) -> list[TeacherRow]:
 
 
 def _logprobs(batch: Batch) -> list[FloatArray]:
-    """[T] the student's own of each row; zeros where nobody gave them."""
+    """Return [T] the student's logprobs of each row; zeros if they are missing."""
     if "rollout_logprobs" in batch:
         return list(batch.ragged("rollout_logprobs"))
     return [np.zeros(len(ids), dtype=np.float32) for ids in batch.ragged("input_ids")]

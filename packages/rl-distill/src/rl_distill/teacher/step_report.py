@@ -1,4 +1,4 @@
-"""What teachers did, and what it cost."""
+"""Reports of the teachers' work and time."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from rl_distill.teacher.scores import TeacherRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherReport:
-    """One teacher, from the first issue of a step until nothing was left.
+    """One teacher's work from a step's first issue until all is scored.
 
     Attributes:
-        score_s: Seconds in which its replicas scored, summed over them.
-        idle_share: Share of the time in which they did not.
-        num_trajectories: That it scored.
-        num_tokens: Of these, prompts included.
-        num_stored: Trajectories whose scores were stored already.
-        num_restarts: Replicas that were started again.
+        score_s: Scoring time in seconds, summed over replicas.
+        idle_share: Share of the time in which replicas were idle.
+        num_trajectories: Number of scored trajectories.
+        num_tokens: Tokens of these, including prompts.
+        num_stored: Trajectories with cached scores.
+        num_restarts: Number of restarted replicas.
     """
 
     score_s: float
@@ -30,7 +30,7 @@ class TeacherReport:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens by the second of one replica; 0 where nothing was scored."""
+        """Tokens per second of one replica; 0 if nothing was scored."""
         return self.num_tokens / self.score_s if self.score_s > 0 else 0.0
 
 
@@ -40,7 +40,7 @@ class ServiceReport:
 
     Attributes:
         waited_s: Seconds from the last rollout until every trajectory had its scores.
-        teachers: By name.
+        teachers: Reports by teacher name.
     """
 
     waited_s: float
@@ -60,24 +60,24 @@ class Tally:
 
     @classmethod
     def begin(cls, teacher: ReplicatedTeacher) -> "Tally":
-        """Count from now on."""
+        """Start counting."""
         return cls(began=time.monotonic(), busy_s=teacher.busy_s, num_restarts=teacher.num_restarts)
 
     def count(self, rows: Sequence[TeacherRow], *, num_stored: int) -> None:
-        """These rows were scored, and so many were stored."""
+        """Count scored rows and cached rows."""
         self.num_trajectories += len(rows)
         self.num_tokens += sum(len(row.input_ids) for row in rows)
         self.num_stored += num_stored
 
     def take(self, teacher: ReplicatedTeacher) -> TeacherReport:
-        """What came of it since the last time; it counts on from zero."""
+        """Return the report since the last call, and restart from zero."""
         report, fresh = self.end(teacher), Tally.begin(teacher)
         self.began, self.busy_s, self.num_restarts = fresh.began, fresh.busy_s, fresh.num_restarts
         self.num_trajectories = self.num_tokens = self.num_stored = 0
         return report
 
     def end(self, teacher: ReplicatedTeacher) -> TeacherReport:
-        """What came of it."""
+        """Return the final report."""
         busy_s = teacher.busy_s - self.busy_s
         elapsed_s = (time.monotonic() - self.began) * teacher.num_replicas
         return TeacherReport(

@@ -1,4 +1,4 @@
-"""Distillation off policy: what a teacher wrote, stored beside the prompts, becomes trajectories to train on."""
+"""Off-policy distillation: texts that a teacher wrote, stored with the prompts, become training trajectories."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -12,19 +12,19 @@ from rl_core.files import shown
 from rl_core.record_fields import settings_record
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
-"""Token ids of each text; nothing is put around them."""
+"""Return the token ids of each text, without special tokens around them."""
 CHUNK_PROMPTS = 1024
 
 
 @settings_record
 class TextOptions:
-    """How texts become trajectories.
+    """Conversion of texts to trajectories.
 
     Attributes:
-        column: Column of the prompts with a text, or a list of texts that each become a session.
-        end_token_id: Written after a text that does not end with it; it trains too.
-        max_response_tokens: Longest text, end token included.
-        overlong: A longer one is an "error", or a "drop".
+        column: Column of the prompts with a text, or with a list of texts; each becomes a session.
+        end_token_id: Appended to a text that does not end with it; it also trains.
+        max_response_tokens: Maximum tokens of a text, including the end token.
+        overlong: Handling of longer texts: "error" or "drop".
     """
 
     column: str
@@ -33,10 +33,10 @@ class TextOptions:
     overlong: Literal["error", "drop"] = "error"
 
     def __post_init__(self) -> None:
-        """Refuse what no text can meet.
+        """Check the options.
 
         Raises:
-            SettingsError: The column has no name, or no text fits.
+            SettingsError: The column has no name, or no text can fit.
         """
         if not self.column or self.max_response_tokens < 2:
             raise SettingsError(
@@ -46,20 +46,20 @@ class TextOptions:
 
 
 def trajectories_from_texts(prompts: Sequence[Prompt], options: TextOptions, *, encode: Encode) -> list[Trajectory]:
-    """A trajectory of each text, prompt after prompt; the sessions of a prompt are numbered from 0.
+    """Return a trajectory for each text, prompt by prompt; sessions of a prompt are numbered from 0.
 
     No policy sampled these tokens: their rollout_logprobs are 0 and their policy_versions NO_VERSION.
 
     Args:
-        prompts: With the column.
-        options: See there.
+        prompts: Prompts with the column.
+        options: Conversion options.
         encode: The student's tokenizer.
 
     Returns:
-        Without the texts that were dropped; a prompt may have none.
+        Trajectories without dropped texts; a prompt may have none.
 
     Raises:
-        DataError: A prompt lacks the column, or has no text in it, or one that is too long.
+        DataError: A prompt's column is missing or empty, or a text is too long.
     """
     texts = [(prompt, text) for prompt in prompts for text in _texts_of(prompt, options.column)]
     encoded = encode([text for _, text in texts]) if texts else []
@@ -82,13 +82,13 @@ def trajectories_from_texts(prompts: Sequence[Prompt], options: TextOptions, *, 
 
 
 def count_texts(prompts: Iterable[Prompt], options: TextOptions, *, encode: Encode) -> tuple[int, int]:
-    """Look at all texts before models load.
+    """Check all texts before models are loaded.
 
     Returns:
-        How many there are to train on, and how many were dropped.
+        The number of texts to train on, and of dropped texts.
 
     Raises:
-        DataError: As `trajectories_from_texts`, or every text was dropped.
+        DataError: A text is missing or too long, or every text was dropped.
     """
     num_kept = num_texts = 0
     rest = iter(prompts)
@@ -104,7 +104,7 @@ def count_texts(prompts: Iterable[Prompt], options: TextOptions, *, encode: Enco
 
 
 def _texts_of(prompt: Prompt, column: str) -> Sequence[str]:
-    """The texts of a prompt, at least one, none of them empty."""
+    """Return the texts of a prompt: at least one, none empty."""
     if column not in prompt.columns:
         there = ", ".join(map(repr, sorted(prompt.columns))) or "none"
         raise DataError(

@@ -1,4 +1,4 @@
-"""What a `tokenizer.json` says beside its tokens: which ids a text gets, and which bytes a token stands for."""
+"""Rules in `tokenizer.json` besides its tokens: the ids of a text, and the bytes of a token."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -14,9 +14,9 @@ _SPACE = "\u2581"
 
 
 def text_rules(document: Mapping[str, Json]) -> Mapping[str, Json]:
-    """What decides, beside the tokens, which ids a text gets; the same for files that say it in other ways.
+    """Return the rules, besides the tokens, that determine a text's ids, in a form independent of notation.
 
-    Decoders, padding, truncation and the tokens that are put around a text decide nothing here.
+    Decoders, padding, truncation and tokens around a text are not included.
     """
     model = document["model"]
     vocab, merges = model["vocab"], model.get("merges") or ()
@@ -34,7 +34,7 @@ def text_rules(document: Mapping[str, Json]) -> Mapping[str, Json]:
 
 
 def _plain(rule: Json) -> Json:
-    """A rule in one form: what is absent, null, false or empty says the same, and older names become the newer."""
+    """Normalize a rule: absent, null, false and empty are the same, and old names become the new ones."""
     if isinstance(rule, list):
         return [_plain(item) for item in rule]
     if not isinstance(rule, dict):
@@ -52,16 +52,16 @@ def _plain(rule: Json) -> Json:
 
 
 def token_bytes(tokens: Mapping[int, str], *, added: frozenset[int], decoder: Json, where: str) -> dict[int, bytes]:
-    """The bytes that each token stands for within a text.
+    """Return the bytes that each token stands for within a text.
 
     Args:
-        tokens: Text of each id as the tokenizer writes it.
-        added: Ids whose text is what it says, whatever the decoder.
-        decoder: The tokenizer's, as JSON.
-        where: For messages.
+        tokens: Text of each id in the tokenizer's notation.
+        added: Ids whose text is literal, independent of the decoder.
+        decoder: The tokenizer's decoder, as JSON.
+        where: Source of the tokenizer, for messages.
 
     Raises:
-        SettingsError: Tokens of this decoder have no bytes of their own.
+        SettingsError: Tokens of this decoder have no fixed bytes.
     """
     kinds = set(_decoder_kinds(decoder))
     of: Callable[[str], bytes]
@@ -82,7 +82,7 @@ def token_bytes(tokens: Mapping[int, str], *, added: frozenset[int], decoder: Js
 
 
 def byte_letters() -> str:
-    """The letter that stands for each byte in byte-level vocabularies, in the bytes' order.
+    """Return the letter of each byte in byte-level vocabularies, in the order of bytes.
 
     Source: Radford et al. 2019 (GPT-2), `bytes_to_unicode`.
     """
@@ -94,7 +94,7 @@ def byte_letters() -> str:
 
 
 def _byte_level(token: str, octets: Mapping[str, int]) -> bytes:
-    """Bytes of a token's letters; a token of other letters is what it says."""
+    """Return the bytes of a token's letters; a token with other letters is literal."""
     try:
         return bytes(octets[letter] for letter in token)
     except KeyError:
@@ -107,7 +107,7 @@ def _sentence_piece(token: str) -> bytes:
 
 
 def _as_it_is(token: str) -> bytes:
-    """A token's own text; halves of surrogates, which no text has, become bytes that no text has."""
+    """Return a token's literal text; lone surrogates become bytes that no text has."""
     return token.encode(errors="surrogatepass")
 
 

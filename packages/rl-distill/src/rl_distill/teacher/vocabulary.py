@@ -1,7 +1,7 @@
-"""Vocabularies of model folders: whether a teacher's is the student's, and if not, what differs.
+"""Comparison of the vocabularies of student and teacher.
 
-A teacher that scores the student's token ids must mean the same by each of them. `tokenizer.json` says so, read as
-JSON within bounds: no tokenizer is loaded, and no code of the folder runs.
+A teacher that scores the student's token ids must have the same token for each id. The check reads `tokenizer.json` as
+JSON with a size limit: no tokenizer is loaded, and no code of the folder runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from rl_distill.teacher.tokenizer_rules import text_rules
 
 TOKENIZER = "tokenizer.json"
 MAX_BYTES = 1 << 26
-"""Gemma's, with 262,144 tokens, has 33 MB."""
+"""Gemma's `tokenizer.json`, with 262,144 tokens, has 33 MB."""
 MAX_VALUES = 1 << 23
 MAX_ID = 1 << 24
 NUM_SHOWN = 5
@@ -25,15 +25,15 @@ NUM_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """What token ids mean to a tokenizer.
+    """A tokenizer's tokens and rules.
 
     Attributes:
-        folder: Where it was read.
-        tokens: Text of each id as the tokenizer writes it, such as `Ġa`; added tokens included. Rows of an embedding
-            that no token has are not here.
-        added: Ids of tokens that are found in text as they are, such as '<|im_end|>'.
-        rules: What else decides which ids a text gets, by name.
-        decoder: What makes text of tokens again; JSON.
+        folder: Folder of the tokenizer.
+        tokens: Text of each id in the tokenizer's notation, such as `Ġa`, including added tokens. Embedding rows
+            without a token are not included.
+        added: Ids of tokens that match text literally, such as '<|im_end|>'.
+        rules: Other rules that determine a text's ids, by name.
+        decoder: The decoder from tokens to text, as JSON.
     """
 
     folder: Path
@@ -48,11 +48,11 @@ class VocabularyDifference:
     """How a teacher's vocabulary differs from the student's.
 
     Attributes:
-        num_ids: Ids of the student.
-        different: Ids that mean another token to the teacher, or none: id, student's token, teacher's or None.
+        num_ids: Number of the student's ids.
+        different: Ids with another or no token at the teacher: id, student's token, teacher's token or None.
         only_in_student: Tokens that the teacher has at no id.
-        only_in_teacher: Tokens that the student has at no id; those alone make no difference.
-        rules: What else gives other ids for the same text, in words.
+        only_in_teacher: Tokens that the student has at no id; these alone are no difference.
+        rules: Descriptions of other rules that change a text's ids.
     """
 
     num_ids: int
@@ -63,11 +63,11 @@ class VocabularyDifference:
 
     @property
     def is_same(self) -> bool:
-        """True when every id of the student means the same to the teacher, and text gets the same ids."""
+        """True if every id of the student has the same token at the teacher, and text gets the same ids."""
         return not self.different and not self.rules
 
     def described(self) -> str:
-        """What differs, in a sentence's parts; the first several of each kind."""
+        """Descriptions of the differences, the first few of each kind."""
         parts = []
         if self.different:
             few = [
@@ -84,10 +84,10 @@ class VocabularyDifference:
 
 @converts_arguments
 def compare_vocabularies(student_folder: Path, teacher_folder: Path) -> VocabularyDifference:
-    """Compare what two model folders' tokenizers mean by each id of the first.
+    """Compare the tokens of two model folders' tokenizers at each id of the first.
 
     Raises:
-        SettingsError: A folder has no `tokenizer.json`, or one that is no tokenizer.
+        SettingsError: A folder's `tokenizer.json` is missing or invalid.
     """
     student, teacher = read_vocabulary(student_folder), read_vocabulary(teacher_folder)
     different = [
@@ -107,7 +107,7 @@ def compare_vocabularies(student_folder: Path, teacher_folder: Path) -> Vocabula
 
 @converts_arguments
 def check_same_vocabulary(student: Path, teacher: Path, *, teacher_name: str) -> None:
-    """Refuse a teacher whose token ids are not the student's.
+    """Check that a teacher has the student's token ids.
 
     Args:
         student: The policy's model folder.
@@ -115,7 +115,7 @@ def check_same_vocabulary(student: Path, teacher: Path, *, teacher_name: str) ->
         teacher_name: For the message.
 
     Raises:
-        SettingsError: They differ; the message says which tokens. Or a folder has no tokenizer to compare.
+        SettingsError: The ids differ (the message names tokens), or a folder has no tokenizer.
     """
     difference = compare_vocabularies(student, teacher)
     if not difference.is_same:
@@ -127,10 +127,10 @@ def check_same_vocabulary(student: Path, teacher: Path, *, teacher_name: str) ->
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:
-    """Read what a model folder's tokenizer means by each id.
+    """Read the vocabulary of a model folder's tokenizer.
 
     Raises:
-        SettingsError: There is no `tokenizer.json`, or one that is no tokenizer.
+        SettingsError: `tokenizer.json` is missing or invalid.
     """
     file = folder / TOKENIZER
     document = _load(file)
@@ -154,7 +154,7 @@ def read_vocabulary(folder: Path) -> Vocabulary:
 
 
 def _load(file: Path) -> dict[str, Json]:
-    """A folder's tokenizer, refused before it takes much memory."""
+    """Load a folder's tokenizer; a file above the size limit is an error."""
     if not file.is_file():
         raise SettingsError(
             f"{file} is missing, so that the vocabularies of student and teacher cannot be compared. Save the "
@@ -167,7 +167,7 @@ def _load(file: Path) -> dict[str, Json]:
 
 
 def _model_tokens(vocab: Json) -> Iterator[tuple[int, str]]:
-    """Ids and tokens: of a table by token, or of a list of [token, score]."""
+    """Yield ids and tokens from a table by token, or from a list of [token, score]."""
     if isinstance(vocab, dict):
         ids = [_checked_id(index) for index in vocab.values()]
         if len(set(ids)) != len(ids):
@@ -185,7 +185,7 @@ def _checked_id(value: object) -> int:
 
 
 def _different_rules(student: Mapping[str, Json], teacher: Mapping[str, Json]) -> Iterator[str]:
-    """What differs beside the tokens, in words."""
+    """Describe the differences of the other rules."""
     for name in student.keys() | teacher.keys():
         own, other = student.get(name), teacher.get(name)
         if own == other:

@@ -1,4 +1,4 @@
-"""What an agent asks for, and what it gets, whichever API it speaks."""
+"""An agent's request and its answer, independent of the API."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Faults of the gateway in its log."""
+"""Logs faults of the gateway."""
 
 import traceback
 

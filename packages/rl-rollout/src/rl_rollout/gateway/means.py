@@ -1,4 +1,4 @@
-"""What of a request the engine has means for, and what of it can train."""
+"""Checks which parts of a request the engine supports, and which can train."""
 
 import json
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""Messages as the gateway keeps them, whichever API they came in by, and what makes two of them the same."""
+"""Messages independent of the API, and their digests for comparison."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Sessions that wait for a worker elsewhere, which claims one over HTTP and finishes it."""
+"""Sessions for remote workers, which claim and finish them over HTTP."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""What the owner of sessions does over HTTP: open, reward, finish."""
+"""The owner's routes over HTTP: open, reward and finish sessions."""
 
 import asyncio
 from collections import defaultdict

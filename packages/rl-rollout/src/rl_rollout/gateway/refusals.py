@@ -1,4 +1,4 @@
-"""Requests that are refused, in the words of both providers."""
+"""Refused requests, in the formats of both providers."""
 
 from collections.abc import Mapping
 from typing import Literal

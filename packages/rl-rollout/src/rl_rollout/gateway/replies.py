@@ -1,4 +1,4 @@
-"""What a model sampled, as the message that a client gets: reasoning, text and calls."""
+"""Turns a model's tokens into the client's message: reasoning, text and calls."""
 
 import json
 import secrets

@@ -1,4 +1,4 @@
-"""Who decides how tokens are drawn: the run, or the client."""
+"""Decides between the run's and the client's sampling parameters."""
 
 import json
 from collections.abc import Mapping

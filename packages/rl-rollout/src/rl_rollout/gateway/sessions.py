@@ -1,4 +1,4 @@
-"""Sessions of the gateway: each with a key of its own, limits, and the tree of what was sampled for it."""
+"""Sessions of the gateway, each with its own key, limits, and tree of sampled tokens."""
 
 import asyncio
 import hmac

@@ -1,4 +1,4 @@
-"""The gateway as a program of its own: an engine, sessions over HTTP, and a clean end."""
+"""The gateway as its own program: an engine, sessions over HTTP, and a clean shutdown."""
 
 import asyncio
 import secrets

@@ -1,4 +1,4 @@
-"""What was prompted and sampled in a session, as a tree of tokens; each leaf becomes a trajectory."""
+"""The prompts and samples of a session, as a tree of tokens. Each leaf becomes a trajectory."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

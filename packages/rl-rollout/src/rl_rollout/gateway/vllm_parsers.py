@@ -1,4 +1,4 @@
-"""vLLM's parsers of calls and of reasoning, for formats of models that we have none of."""
+"""vLLM's parsers of calls and reasoning, for model formats that this package does not parse."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Agent loops: what happens between a prompt and its trajectories."""
+"""Agent loops: turn a prompt into trajectories."""
 
 from rl_rollout.loops.agent_task import AgentTask
 from rl_rollout.loops.conversation import TurnLimits

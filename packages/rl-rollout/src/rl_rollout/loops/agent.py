@@ -1,4 +1,4 @@
-"""Agents that somebody else wrote: each session runs one, which talks to the policy through the gateway."""
+"""Third-party agents: each session runs one, which talks to the policy through the gateway."""
 
 import asyncio
 import time
@@ -25,17 +25,17 @@ from rl_rollout.user_errors import ends_the_run
 
 
 class AgentsLoop(SessionLoop):
-    """Runs a program as a session; what it asks of the gateway becomes trajectories, which the scorer rewards.
+    """Runs a program as a session. Its gateway requests become trajectories, which the scorer rewards.
 
-    However the program ends, what it had trains with the reward that it gets: it can exit with an error, be killed,
-    reach its limits. What is not its doing fails the session: it cannot be started, its workspace cannot be copied, or
-    the engine, the gateway or the sandbox failed.
+    A session trains with its reward however the program ends: with an error, killed, or at a limit. A session fails
+    only for reasons outside the program: it cannot start, its workspace cannot be copied, or the engine, the gateway or
+    the sandbox failed.
     """
 
     Options = AgentOptions
 
     def __init__(self, options: AgentOptions) -> None:
-        """Keep the options; nothing runs yet."""
+        """Store the options. Nothing runs yet."""
         self._options = options
         self._agents = self._made_agents(options)
         self._gateway: Gateway | None = None
@@ -45,10 +45,10 @@ class AgentsLoop(SessionLoop):
         self._engines = SessionEngines()
 
     async def start(self, tokenizer: PromptTokenizer | None) -> None:
-        """Try the command and the chat template, and serve on this event loop, unless that is done.
+        """Check the command and the chat template, and serve on this event loop, unless already done.
 
         Raises:
-            SettingsError: One of them cannot work, or the gateway cannot listen.
+            SettingsError: The command or the template does not work, or the gateway cannot listen.
         """
         loop = asyncio.get_running_loop()
         if self._ready is None or self._ready.get_loop() is not loop:
@@ -76,7 +76,7 @@ class AgentsLoop(SessionLoop):
             await gateway.close()
 
     async def check(self, tokenizer: PromptTokenizer | None) -> list[str]:
-        """As `start`, leaving nothing behind; says what a session runs."""
+        """Check the same as `start`, leave nothing running, and describe what a session runs."""
         line = await self._agents.check()
         gateway = self._make_gateway(tokenizer)
         await gateway.start()
@@ -85,13 +85,13 @@ class AgentsLoop(SessionLoop):
         return [line, f"the chat template joins its turns, and {reasoning}s reasoning"]
 
     def close(self) -> None:
-        """Stop serving, as soon as the event loop runs."""
+        """Stop serving when the event loop runs next."""
         if self._serving is not None and not self._serving.get_loop().is_closed():
             self._serving.cancel()
         self._serving = self._ready = self._gateway = None
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
-        """See `AgentLoop.run_group`; starts what was not started, or not on this event loop."""
+        """See `AgentLoop.run_group`. Starts if not yet started on this event loop."""
         await self.start(context.tokenizer)
         return await super().run_group(prompt, num_sessions=num_sessions, context=context)
 
@@ -121,7 +121,7 @@ class AgentsLoop(SessionLoop):
                 self._engines.drop(session)
 
     def judged(self, session: SessionResult, context: LoopContext) -> Judged:
-        """What the model said last; nothing is known any more of how the program ran."""
+        """Return the model's last response. How the program ran is not stored."""
         last = session.trajectories[-1]
         stop = int(np.flatnonzero(last.loss_mask)[-1]) + 1
         start = int(np.flatnonzero(~last.loss_mask[:stop]).max(initial=-1)) + 1
@@ -166,7 +166,7 @@ class AgentsLoop(SessionLoop):
 
 
 def _timed(result: SessionResult, run: AgentRun | None, *, wall_s: float) -> SessionResult:
-    """With the time that was not the engine's, and how the program ended."""
+    """Add the time outside the engine, and how the program ended."""
     *others, last = result.trajectories
     generate_s = sum(row.timings.generate_s for row in result.trajectories)
     timings = replace(last.timings, tools_s=max(wall_s - generate_s, 0.0))
@@ -176,24 +176,24 @@ def _timed(result: SessionResult, run: AgentRun | None, *, wall_s: float) -> Ses
 
 
 class SessionEngines:
-    """The engines of a gateway's sessions as one: each group has its own, which remembers what it sampled."""
+    """Combines the engines of a gateway's sessions. Each group has its own, which records what it samples."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start without engines."""
         self._by_session: dict[str, RolloutEngine] = {}
         self._latest: RolloutEngine | None = None
 
     def add(self, session: Session, engine: RolloutEngine) -> None:
-        """Have an engine answer a session."""
+        """Assign an engine to a session."""
         self._by_session[session.session_id] = self._latest = engine
 
     def drop(self, session: Session) -> None:
-        """Forget a session, whose last requests may still be on their way out."""
+        """Forget a session, whose last requests may still be in progress."""
         self._by_session.pop(session.session_id, None)
 
     @property
     def traits(self) -> EngineTraits:
-        """See `RolloutEngine.traits`; those of one Rollout's engines are equal."""
+        """See `RolloutEngine.traits`. All engines of a Rollout have equal traits."""
         return self._any.traits
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:

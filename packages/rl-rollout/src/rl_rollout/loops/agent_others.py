@@ -1,4 +1,4 @@
-"""Agents that are no program of ours: functions of this process, and workers elsewhere."""
+"""Agents other than local programs: functions in this process, and remote workers."""
 
 import asyncio
 import inspect
@@ -21,13 +21,13 @@ AGENTS: Registry[Any] = Registry("agent", {}, group="rl_rollout.agents")
 
 
 class AgentFunction:
-    """Runs an `async def` of one `AgentTask`, which may give the session's reward."""
+    """Runs an `async def` with one `AgentTask`. It may return the session's reward."""
 
     def __init__(self, options: AgentOptions) -> None:
         """Find the function.
 
         Raises:
-            SettingsError: There is none, or it is no `async def`.
+            SettingsError: It does not exist, or is not an `async def`.
         """
         self._function: Callable[[AgentTask], Any] = find_in(AGENTS, str(options.function))
         self._time_limit_s = options.time_limit_s
@@ -35,16 +35,16 @@ class AgentFunction:
             raise SettingsError(f"agent {options.function!r} must be an `async def`; found {self._function!r}.")
 
     async def check(self) -> str:
-        """A line for a plan."""
+        """Return a line for a plan."""
         return f"agent: {function_name(self._function)}"
 
     @asynccontextmanager
     async def running(self, task: AgentTask) -> AsyncIterator[AgentOutcome]:
-        """Outcome of the function.
+        """Run the function and yield its outcome.
 
         Raises:
             RolloutError: It raised.
-            DataError: What it gave is no reward.
+            DataError: Its result is not a reward.
         """
         call = asyncio.create_task(self._call(task))
         try:
@@ -65,23 +65,23 @@ class AgentFunction:
 
 
 class RemoteAgents:
-    """Offers sessions to workers elsewhere, which claim and finish them at the gateway."""
+    """Offers sessions to remote workers, which claim and finish them at the gateway."""
 
     def __init__(self, options: AgentOptions, gateway: Callable[[], Gateway | None]) -> None:
-        """Keep the options, and where to find the gateway once it serves."""
+        """Store the options, and a way to find the gateway once it serves."""
         self._options, self._gateway = options, gateway
 
     async def check(self) -> str:
-        """A line for a plan."""
+        """Return a line for a plan."""
         gateway = self._options.gateway
         return f"agent: workers that claim sessions at {gateway.host}:{gateway.port}/sessions/claim"
 
     @asynccontextmanager
     async def running(self, task: AgentTask) -> AsyncIterator[AgentOutcome]:
-        """Outcome of a session elsewhere.
+        """Offer a session to remote workers, and yield its outcome.
 
         Raises:
-            RolloutError: Nobody claimed it, or its worker did not finish it in time.
+            RolloutError: No worker claimed it or finished it in time.
         """
         gateway = self._gateway()
         if gateway is None:

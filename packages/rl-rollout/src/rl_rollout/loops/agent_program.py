@@ -1,4 +1,4 @@
-"""The program of an agent: started in a folder of its own, told where the policy is, ended with all that it left."""
+"""An agent's program: started in its own folder, told the policy's address, ended with all its processes."""
 
 import asyncio
 import difflib
@@ -23,24 +23,24 @@ from rl_rollout.sandbox import Command, Sandbox, SandboxLimits, SandboxOptions
 from rl_rollout.sandbox.folder import sandbox_folder
 
 PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
-"""Variables of this process that an agent gets; nothing else is passed on."""
+"""Variables of this process that an agent receives. All others are withheld."""
 PLACES = ("prompt", "prompt_file", "workspace", "cwd", "base_url", "api_key")
 PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACES) + r")\}")
 MAX_VARIABLE_BYTES = 1 << 17
-"""The kernel's bound on one argument or variable."""
+"""The kernel's limit for one argument or variable, in bytes."""
 SHOWN_CHARS = 400
 
 
 class AgentProgram:
-    """Runs the program of sessions."""
+    """Runs the program of each session."""
 
     def __init__(self, options: AgentOptions) -> None:
-        """Keep the options; nothing runs yet."""
+        """Store the options. Nothing runs yet."""
         self._options = options
         self._sandbox = Sandbox(_sandbox_options(options))
 
     async def check(self) -> str:
-        """Refuse what cannot run; gives a line for a plan.
+        """Refuse a command that cannot run. Return a line for a plan.
 
         Raises:
             SettingsError: The command or the workspace does not exist, or no sandbox works here.
@@ -68,10 +68,10 @@ class AgentProgram:
         return f"agent ({level}): {' '.join(self._options.command)}"
 
     def _check_places(self) -> None:
-        """Refuse placeholders that are misspelt, and files that no session would find.
+        """Refuse misspelt placeholders, and files that no session would find.
 
         Raises:
-            SettingsError: Names it.
+            SettingsError: A placeholder or file is invalid. The message names it.
         """
         own = self._options.sandbox
         readable = [Path(path).resolve() for path in own.readable] if own else []
@@ -96,10 +96,10 @@ class AgentProgram:
 
     @asynccontextmanager
     async def running(self, task: AgentTask) -> AsyncIterator[AgentOutcome]:
-        """Outcome of the program, once all of it has ended; its workspace is there as long as this is entered.
+        """Yield the program's outcome after all its processes ended. The workspace exists within the context.
 
         Raises:
-            RolloutError: It cannot be started; never its own doing.
+            RolloutError: It cannot be started, which is never the program's fault.
         """
         with ExitStack() as opened:
             folder = opened.enter_context(sandbox_folder(None))
@@ -139,7 +139,7 @@ class AgentProgram:
         )
 
     async def _fill(self, workspace: Path) -> None:
-        """Make a session's workspace.
+        """Create a session's workspace.
 
         Raises:
             RolloutError: The template cannot be copied.
@@ -180,7 +180,7 @@ class AgentProgram:
 
 
 def describe_run(run: AgentRun) -> str:
-    """How a program ended, and the end of its errors, in one line."""
+    """Describe in one line how a program ended, with the end of its stderr."""
     how = f"it exited with code {run.exit_code}" if run.ended == "exited" else f"its limit on {run.ended} ended it"
     said = " ".join((run.stderr or run.stdout).split())[-SHOWN_CHARS:]
     return f"{how}; it said: {said}" if said else how
@@ -198,7 +198,7 @@ def _sandbox_options(options: AgentOptions) -> SandboxOptions:
 
 @asynccontextmanager
 async def _relayed(listening: socket.socket, *, url: str) -> AsyncIterator[None]:
-    """Pass connections of another network on to the gateway."""
+    """Forward connections from another network to the gateway."""
     address = urlsplit(url)
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""What an agent is asked to do, and the outcome of it."""
+"""An agent's task and its outcome."""
 
 from rl_core.data import Json, Prompt
 from rl_core.record_fields import record
@@ -7,13 +7,13 @@ from rl_rollout.rewards.protocol import AgentRun, RewardResult
 
 @record
 class AgentTask:
-    """What an agent is asked to do.
+    """An agent's task.
 
     Attributes:
         prompt: The row, with its messages, columns and ground truth.
-        base_url: Of the gateway; clients of OpenAI's API append "/v1".
-        api_key: Of the session.
-        session_index: Which session of the prompt.
+        base_url: URL of the gateway. Clients of OpenAI's API append "/v1".
+        api_key: Key of the session.
+        session_index: Index of the session in the group.
     """
 
     prompt: Prompt
@@ -29,7 +29,7 @@ class AgentTask:
         return "\n\n".join(str(message.get("content", "")) for message in self.prompt.messages)
 
     def shown(self, columns: tuple[str, ...]) -> dict[str, Json]:
-        """The prompt as a program gets it: without its ground truth, and with these columns alone."""
+        """Return the prompt for a program: without its ground truth, and with only these columns."""
         prompt = self.prompt
         chosen = {name: prompt.columns.get(name) for name in columns}
         return {"uid": prompt.uid, "prompt": self.text, "messages": list(prompt.messages), "columns": chosen}
@@ -37,11 +37,11 @@ class AgentTask:
 
 @record
 class AgentOutcome:
-    """Outcome of an agent.
+    """The outcome of an agent.
 
     Attributes:
-        run: How its program ran; None where it was none.
-        reward: That it gave itself; None leaves it to the scorer.
+        run: How its program ran; None if it was not a program.
+        reward: The reward that it returned; None leaves it to the scorer.
     """
 
     run: AgentRun | None = None

@@ -1,4 +1,4 @@
-"""A session of several turns, as token ids; it may go on in a new trajectory when the context is full."""
+"""A session of several turns, as token ids. It may continue in a new trajectory when the context is full."""
 
 import time
 from collections.abc import Mapping
@@ -50,12 +50,12 @@ class TurnLimits:
 
 @dataclass(slots=True, kw_only=True)
 class _Open:
-    """The trajectory that is being made.
+    """The trajectory in progress.
 
     Attributes:
-        parts: Token ids of the prompt, then in turn of what was sampled and what was replied.
-        sampled: Of each part, what the engine gave; None where it was not sampled.
-        first_own: Parts before this one are the prompt, or turns that an earlier trajectory trains.
+        parts: Token ids of the prompt, then alternately of sampled turns and replies.
+        sampled: The engine's output for each part; None for parts that were not sampled.
+        first_own: Index of the first part after the prompt and the turns that an earlier trajectory trains.
     """
 
     parts: list[IntArray]
@@ -104,16 +104,16 @@ class _Open:
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """A session under way.
+    """A session in progress.
 
     Attributes:
         prompt: Its prompt.
-        prompt_ids: [P] int32 what the first turn continues.
-        session_index: Which session of the prompt.
+        prompt_ids: [P] int32 input of the first turn.
+        session_index: Index of the session in the group.
         context: What the loop works with.
-        limits: How far it goes.
-        stop_token_ids: Tokens that end a turn, beside those of the sampling parameters.
-        num_turns: Turns that were sampled.
+        limits: Limits of the session.
+        stop_token_ids: Tokens that end a turn, in addition to those of the sampling parameters.
+        num_turns: Number of sampled turns.
     """
 
     prompt: Prompt
@@ -128,25 +128,25 @@ class Conversation:
     _turns: list[Generation] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin with the prompt."""
+        """Start with the prompt."""
         self._open = _Open(parts=[self.prompt_ids], sampled=[None], first_own=1)
 
     @property
     def is_last_turn(self) -> bool:
-        """True when no further turn may be sampled."""
+        """True if no further turn may be sampled."""
         return self.num_turns >= self.limits.max_turns
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """Everything so far, unscored."""
+        """Return all trajectories so far, unscored."""
         last = self._open.close(self.prompt, session_index=self.session_index, output_index=len(self._closed))
         return (*self._closed, last)
 
     async def sample(self) -> Generation:
-        """The model's next turn.
+        """Sample the model's next turn.
 
         Raises:
-            EngineError: The engine cannot serve the request, aborted it, or gave nothing.
+            EngineError: The engine cannot serve the request, aborted it, or returned no tokens.
         """
         request = self._request()
         started_at = time.perf_counter()
@@ -165,7 +165,7 @@ class Conversation:
         return generation
 
     def append(self, reply_ids: IntArray) -> bool:
-        """Add what was replied; False when there is no room for it and a further turn, and nothing was added."""
+        """Append replies. Return False, and append nothing, if they and a further turn do not fit."""
         room = self._max_tokens - self._open.num_tokens - len(reply_ids)
         may_go_on = (
             self.limits.on_context_full == "new_trajectory" and len(self._closed) + 1 < self.limits.max_trajectories
@@ -182,23 +182,23 @@ class Conversation:
         return True
 
     def add_tools_time(self, seconds: float) -> None:
-        """Count time that tools took."""
+        """Add time spent in tools."""
         self._open.tools_s += seconds
 
     def mark_cut(self) -> None:
-        """Say that a limit ended the trajectory."""
+        """Record that a limit ended the trajectory."""
         self._open.finish_reason = "length"
 
     def failed(self, reason: str) -> SessionResult:
-        """What there was, as a failed session."""
+        """Return the trajectories so far, as a failed session."""
         return SessionResult(trajectories=self.trajectories, failure=reason)
 
     async def scored(self, *, text: str | None = None, extras: Mapping[str, Json]) -> SessionResult:
-        """The session with its reward from the scorer.
+        """Return the session with its reward from the scorer.
 
         Args:
-            text: What the reward judges; the last turn's text by default.
-            extras: Kept with the last trajectory.
+            text: The text to judge; the last turn's by default.
+            extras: Stored with the last trajectory.
         """
         if text is None:
             (text,) = self.context.decode([self._turns[-1].token_ids])
@@ -212,7 +212,7 @@ class Conversation:
         return self.settled(scored, extras=extras)
 
     def settled(self, scored: Scored, *, extras: Mapping[str, Json]) -> SessionResult:
-        """The session with a reward; every trajectory gets it, the last one the time that it took."""
+        """Return the session with a reward on every trajectory, and its timings on the last."""
         *others, last = self.trajectories
         return with_reward([*others, replace(last, extras={**last.extras, **extras})], scored)
 
@@ -223,7 +223,7 @@ class Conversation:
 
     @property
     def _room(self) -> int:
-        """Tokens that fit after the prompt."""
+        """Number of tokens that fit after the prompt."""
         return max(self._max_tokens - len(self.prompt_ids), 4)
 
     def _request(self) -> GenerateRequest:
@@ -242,7 +242,10 @@ class Conversation:
         )
 
     def _compacted(self, reply_ids: IntArray) -> _Open | None:
-        """A new trajectory of the prompt and the latest turns in half of the room; None where not even one fits."""
+        """Start a trajectory with the prompt and the latest turns, in half of the room.
+
+        None if not even one turn fits.
+        """
         parts, sampled = [*self._open.parts[1:], reply_ids], [*self._open.sampled[1:], None]
         starts = [index for index, generation in enumerate(sampled) if generation is not None]
         half = len(self.prompt_ids) + self._room // 2

@@ -56,10 +56,10 @@ class EnvironmentOptions:
 
 
 class EnvironmentLoop(SessionLoop):
-    """Generates, lets the environment step, appends what it observed as masked tokens, and again.
+    """Alternates between generation and environment steps, and appends observations as masked tokens.
 
-    A session's reward is the sum of what its steps gave, and so is each component; where none gave any, the scorer
-    judges the last turn. The time of steps that gave a reward is `reward_s`, that of the others and of `reset` is
+    A session's reward is the sum over its steps, and so is each component. If no step returned a reward, the scorer
+    judges the last turn. The time of steps with a reward is `reward_s`. The time of other steps and of `reset` is
     `tools_s`. A turn that was cut for length is the last one, and is stepped too.
     """
 
@@ -77,7 +77,7 @@ class EnvironmentLoop(SessionLoop):
         self._joined: Joined | None = None
 
     async def start(self, tokenizer: PromptTokenizer | None) -> None:
-        """Try tokenizer and chat template.
+        """Check tokenizer and chat template.
 
         Raises:
             SettingsError: There is no tokenizer, a stop token is unknown, or the chat template cannot join turns.
@@ -87,16 +87,16 @@ class EnvironmentLoop(SessionLoop):
         self._joined = join_turns(tokenizer, self._options.turns, role="user")
 
     async def check(self, tokenizer: PromptTokenizer | None) -> list[str]:
-        """As `start`, with nothing to add to a plan."""
+        """Check the same as `start`. Adds nothing to a plan."""
         await self.start(tokenizer)
         return []
 
     def close(self) -> None:
-        """End the idle threads."""
+        """Stop the idle threads."""
         self._blocking.close()
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
-        """See `AgentLoop.run_group`; starts what was not started."""
+        """See `AgentLoop.run_group`. Starts if not yet started."""
         if self._joined is None:
             await self.start(context.tokenizer)
         return await super().run_group(prompt, num_sessions=num_sessions, context=context)

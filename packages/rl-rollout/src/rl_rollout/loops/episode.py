@@ -1,4 +1,4 @@
-"""One environment under way: called in its own manner, with deadlines, and what it gives is checked."""
+"""One episode of an environment: calls it with deadlines, and checks its results."""
 
 import asyncio
 import inspect
@@ -20,48 +20,48 @@ from rl_rollout.user_errors import describe_raised, ends_the_run, is_meant_for_u
 log = structlog.get_logger(__name__)
 
 HURRIED_S = 1.0
-"""Longest wait for an environment to close when the run is ending."""
+"""Maximum seconds for an environment to close when the run is ending."""
 LEFT_BEHIND: set[asyncio.Task[Any]] = set()
-"""Calls that took too long and have not ended yet; kept, or they could be collected while they run."""
+"""Calls that took too long and still run. References keep them from being collected."""
 
 
 class Environment(Protocol):
-    """One episode: a new object is made for each session. Methods may be `def`, which may block, or `async def`.
+    """One episode; each session creates a new object. Methods may be `def`, which may block, or `async def`.
 
     An environment may also have `close()`, which is called when its session ends, however it ends.
     """
 
     def reset(self, prompt: Prompt) -> str | None:
-        """What the model reads after the prompt; None adds nothing."""
+        """Return the text after the prompt; None adds nothing."""
         ...
 
     def step(self, text: str) -> tuple[str, RewardOutput | None, bool]:
-        """What the model reads after its turn, the reward of the turn if it has one, and whether this was the last.
+        """Return the text after the model's turn, the turn's reward if it has one, and whether the episode is done.
 
-        A reward is a number, or a mapping with "reward" and named components, as reward functions give them.
+        A reward is a number, or a mapping with "reward" and named components, as for reward functions.
         """
         ...
 
 
 class Episode:
-    """An environment and what it cost.
+    """An environment, its rewards and its times.
 
     Attributes:
-        earned: Sum of the rewards of the steps, and of their components by name; None when no step gave any.
-        reward_s: Seconds of the steps that gave a reward.
+        earned: Sums of the steps' rewards and of their components by name; None if no step returned any.
+        reward_s: Seconds of the steps with a reward.
         other_s: Seconds of `reset` and of the other steps.
     """
 
     def __init__(
         self, make: Callable[[], Any], blocking: BlockingCalls, *, timeout_s: float, max_observation_chars: int
     ) -> None:
-        """Make nothing yet.
+        """Create without an environment.
 
         Args:
-            make: Makes the environment.
+            make: Creates the environment.
             blocking: Runs what is not `async def`.
-            timeout_s: Longest time of one call.
-            max_observation_chars: Longest observation; what is longer is cut.
+            timeout_s: Maximum seconds of one call.
+            max_observation_chars: Maximum characters of an observation; the rest is cut.
         """
         self.earned: RewardResult | None = None
         self.reward_s = 0.0
@@ -73,10 +73,10 @@ class Episode:
         self._environment: Any = None
 
     async def reset(self, prompt: Prompt) -> str | None:
-        """Make the environment, and begin.
+        """Create and reset the environment.
 
         Raises:
-            RolloutError: It raised, hung, or gave something else than a text or None; the message says all.
+            RolloutError: It raised, timed out, or did not return a text or None. The message has the details.
         """
         started_at = time.perf_counter()
         self._environment = await self._guarded("__init__", self._in_thread(self._make))
@@ -87,10 +87,10 @@ class Episode:
         return None if observation is None else self._readable(observation)
 
     async def step(self, text: str) -> tuple[str, bool]:
-        """What was observed, and whether the episode is over.
+        """Return the observation, and whether the episode is over.
 
         Raises:
-            RolloutError: It raised, hung, or gave something else than observation, reward and is_done.
+            RolloutError: It raised, timed out, or did not return observation, reward and is_done.
         """
         started_at = time.perf_counter()
         outcome = await self._call("step", text)
@@ -112,11 +112,11 @@ class Episode:
         return self._readable(observation), bool(is_done)
 
     def hurry(self) -> None:
-        """The run ends: closing gets a second."""
+        """Limit closing to a second, because the run is ending."""
         self._timeout_s = min(self._timeout_s, HURRIED_S)
 
     async def close(self) -> None:
-        """Close the environment; a failure to close it changes nothing of its session."""
+        """Close the environment. A failure to close does not affect its session."""
         if not callable(getattr(self._environment, "close", None)):
             return
         try:
@@ -144,7 +144,7 @@ class Episode:
             raise RolloutError(f"{whose} a reward that cannot be read ({shown_error(error)})") from error
 
     def _readable(self, observation: str) -> str:
-        """An observation as the model gets it."""
+        """Return an observation as the model reads it."""
         return encodable(shortened(observation, max_chars=self._max_observation_chars))
 
     async def _call(self, name: str, *arguments: Any) -> Any:
@@ -187,7 +187,7 @@ class Episode:
             raise _TookTooLongError from error
 
     async def _guarded(self, name: str, call: Awaitable[Any]) -> Any:
-        """What a call gave.
+        """Return a call's result.
 
         Raises:
             RolloutError: It raised, or took too long.
@@ -203,7 +203,10 @@ class Episode:
 
 
 async def _caught(call: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """What a call gave, and what it raised: SystemExit, say, would end the event loop as a task's error."""
+    """Return a call's result or its exception.
+
+    A SystemExit, for example, would end the event loop as a task's error.
+    """
     try:
         return await call, None
     except BaseException as error:
@@ -213,7 +216,7 @@ async def _caught(call: Awaitable[Any]) -> tuple[Any, BaseException | None]:
 
 
 class _TookTooLongError(Exception):
-    """A call did not end in time; an environment's own TimeoutError is another matter."""
+    """A call did not end in time. Distinct from an environment's own TimeoutError."""
 
 
 def _seen(value: Any) -> str:

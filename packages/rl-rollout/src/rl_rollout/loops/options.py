@@ -1,4 +1,4 @@
-"""Dataclasses from tables of a TOML file, such as options of loops: unknown names and wrong types are refused."""
+"""Dataclasses from tables of a TOML file, such as loop options. Unknown names and wrong types are refused."""
 
 import dataclasses
 import re
@@ -19,12 +19,12 @@ MAX_FLOAT_BITS = 1023
 
 
 def read_options(kind: type[OptionsT], table: Mapping[str, Any], *, where: str) -> OptionsT:
-    """A dataclass from a table.
+    """Build a dataclass from a table.
 
     Args:
         kind: A dataclass, whose fields may be dataclasses, tuples, or mappings from text to one type.
-        table: As a TOML file has it.
-        where: What the options are of, for messages, such as "agent loop 'tools'".
+        table: The table as read from TOML.
+        where: Owner of the options, for messages, such as "agent loop 'tools'".
 
     Raises:
         SettingsError: A name is unknown or missing, or a value has another type.
@@ -87,14 +87,14 @@ def _one_of(kinds: tuple[Any, ...], value: Any, *, where: str) -> Any:
 
 
 def _shown(where: str, value: Any) -> str:
-    """A value for a message, without secrets."""
+    """Format a value for a message, without secrets."""
     for name in (*re.split(r"[.:\s]+", where), ""):
         value = redact_option(name, value)
     return repr(value)
 
 
 def _found(where: str, value: Any) -> str:
-    """A value and its type; of a secret the type alone."""
+    """Format a value with its type; for a secret, only the type."""
     shown, kind = _shown(where, value), type(value).__name__
     return kind if shown == repr(REDACTED) else f"{shown} ({kind})"
 

@@ -1,4 +1,4 @@
-"""What an agent loop gave, checked before it counts: a session that is not what it must be is failed, alone."""
+"""Checks the results of agent loops. An invalid session fails without affecting others."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,13 +14,13 @@ from rl_rollout.rewards.protocol import RewardResult
 
 
 def check_sessions(given: Any, *, loop: object, prompt: Prompt, num_sessions: int) -> tuple[SessionResult, ...]:
-    """One result a session, whatever a loop gave.
+    """Return one result per session, whatever a loop returned.
 
     Args:
-        given: What `run_group` returned.
-        loop: Named in the reasons.
-        prompt: Of the sessions.
-        num_sessions: How many there must be; with another number of results all sessions fail.
+        given: The result of `run_group`.
+        loop: The loop, for messages.
+        prompt: The sessions' prompt.
+        num_sessions: Expected number of sessions. With another number of results, all sessions fail.
     """
     name = loop_name(loop)
     if not isinstance(given, list | tuple):
@@ -33,14 +33,14 @@ def check_sessions(given: Any, *, loop: object, prompt: Prompt, num_sessions: in
 
 
 def join_experts(told: Iterable[ExpertArray | None], num_tokens: int) -> ExpertArray | None:
-    """The experts of a trajectory's tokens, of each from the first request that told them: it sampled what came next.
+    """Join the experts of a trajectory's tokens. Each token's come from the first request that reported them.
 
     Args:
-        told: What the trajectory's requests told, in their order, each of the trajectory's first tokens.
+        told: Experts from the trajectory's requests, in order, each for a prefix of its tokens.
         num_tokens: T.
 
     Returns:
-        [T, layers, top_k], -1 where nothing is known; None where no request told any.
+        [T, layers, top_k], -1 where unknown; None if no request reported experts.
     """
     joined: ExpertArray | None = None
     for experts in told:
@@ -70,10 +70,10 @@ def _checked(given: Any, *, name: str, prompt: Prompt, index: int) -> SessionRes
 
 
 def _read(given: Any, *, prompt: Prompt, index: int) -> SessionResult:
-    """The session, its rewards as floats.
+    """Read a session, with its rewards as floats.
 
     Raises:
-        DataError: What is wrong, as what follows "gave".
+        DataError: The session is invalid. The message continues a sentence that ends in "gave".
     """
     if not isinstance(given, SessionResult):
         raise DataError(f"{_seen(given)} for session {index}; expected a SessionResult.")

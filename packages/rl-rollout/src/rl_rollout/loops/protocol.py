@@ -1,4 +1,4 @@
-"""Agent loops: how a prompt becomes sessions, and each session trajectories."""
+"""Agent loops: turn a prompt into sessions, and each session into trajectories."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -17,16 +17,16 @@ from rl_rollout.rewards.scorer import RewardScorer
 from rl_rollout.user_errors import describe_raised, ends_the_run
 
 SEED_BITS = 52
-"""Seeds stay below 2**52, so that seed + i is exact in JSON, int64 and a double."""
+"""Seeds are below 2**52, so that seed + i is exact in JSON, int64 and double."""
 
 
 @record
 class SessionResult:
-    """What one session gave.
+    """The result of one session.
 
     Attributes:
-        trajectories: What trains; of a failed session, what there was, with reward None.
-        failure: Why the session cannot train; None when it can.
+        trajectories: Trajectories to train on. Those of a failed session have reward None.
+        failure: Why the session cannot train; None if it can.
     """
 
     trajectories: tuple[Trajectory, ...] = ()
@@ -35,11 +35,11 @@ class SessionResult:
 
 @record
 class Judged:
-    """What the reward of a session judges.
+    """The input of a session's reward.
 
     Attributes:
         text: The response as text, without special tokens.
-        ids: [R] int32 the response as sampled.
+        ids: [R] int32, the response as sampled.
         finish_reason: Why it ended.
     """
 
@@ -50,14 +50,14 @@ class Judged:
 
 @record
 class LoopContext:
-    """What a loop works with, for one prompt.
+    """The objects that a loop works with, for one prompt.
 
     Attributes:
-        engine: Generates.
-        sampling: How tokens are drawn; its seed, if any, is this prompt's own.
-        scorer: Gives rewards.
-        decode: Text of each token sequence, for rewards and people.
-        tokenizer: For loops that have more than one turn; None where the caller gave none.
+        engine: The engine.
+        sampling: Sampling parameters. A seed, if any, is this prompt's own.
+        scorer: Computes rewards.
+        decode: Decodes token sequences, for rewards and people.
+        tokenizer: Required by loops with more than one turn. None if the caller passed none.
     """
 
     engine: RolloutEngine
@@ -67,9 +67,9 @@ class LoopContext:
     tokenizer: PromptTokenizer | None = None
 
     def session_sampling(self, session_index: int, *, turn: int = 0) -> SamplingParams:
-        """How one session draws its turn, independent of the other sessions and turns.
+        """Return the sampling parameters of one turn, independent of other sessions and turns.
 
-        Turn 0 of session i is the draw that sample i of one request for all sessions would be.
+        Turn 0 of session i is sampled like sample i of one request for all sessions.
         """
         seed = self.sampling.seed
         if seed is None:
@@ -93,19 +93,19 @@ class AgentLoop(Protocol):
     """
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
-        """One result a session, in order; raises only when no session can have a result."""
+        """Return one result per session, in order. Raise only if no session can have a result."""
         ...
 
 
 class SessionLoop(ABC):
-    """Base of loops that are written for one session; a session that raises fails alone."""
+    """Base of loops that run one session at a time. A session that raises fails alone."""
 
     @abstractmethod
     async def run_session(self, prompt: Prompt, *, session_index: int, context: LoopContext) -> SessionResult:
         """Run one session from its prompt to its scored trajectories."""
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
-        """All sessions of a prompt at once."""
+        """Run all sessions of a prompt at once."""
         sessions = (self._guarded(prompt, index, context) for index in range(num_sessions))
         settled = await asyncio.gather(*sessions, return_exceptions=True)
         return [  # what is left as an error is a cancellation that reached one session alone
@@ -123,9 +123,10 @@ class SessionLoop(ABC):
 
 
 def describe_failure(loop: object, error: BaseException) -> str:
-    """Why a session failed in which something was raised: who raised it, what, and where.
+    """Describe why a session failed: what raised, the error, and the place.
 
-    An error of our own says it all itself; one of an engine, say, has nothing to do with the loop that got it.
+    This package's own errors are described by their message alone, because an engine error, for example, is unrelated
+    to the loop that received it.
     """
     if isinstance(error, RolloutError):
         return encodable(str(error))
@@ -135,11 +136,11 @@ def describe_failure(loop: object, error: BaseException) -> str:
 
 
 def loop_name(loop: object) -> str:
-    """A loop, for messages."""
+    """Return the name of a loop, for messages."""
     return f"agent loop {type(loop).__name__}"
 
 
 def stable_seed(seed: int, name: str) -> int:
-    """A seed for a name, the same in every process and on every machine; below 2**SEED_BITS."""
+    """Return a seed for a name, below 2**SEED_BITS and equal in every process and on every machine."""
     digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - SEED_BITS)

@@ -24,15 +24,15 @@ LOOPS: Registry[type[AgentLoop]] = Registry(
 
 
 def resolve_loop(name: str, options: Mapping[str, Any] | None = None) -> AgentLoop:
-    """Make the agent loop of this name.
+    """Create the agent loop with this name.
 
     Args:
-        name: A built-in loop, or one that a package offers.
-        options: A table, read into the loop's `Options`, a dataclass that it is then made with; a loop without
-            `Options` takes none. Secrets such as `headers` and `env` may refer to environment variables, "$NAME".
+        name: A built-in loop, or one that a package registers.
+        options: A table for the loop's `Options`, a dataclass that is passed to it. A loop without `Options` accepts
+            none. Secrets such as `headers` and `env` may refer to environment variables, "$NAME".
 
     Raises:
-        SettingsError: There is no such loop, it is not a class with `run_group`, or it refuses the options.
+        SettingsError: The loop does not exist, is not a class with `run_group`, or refuses the options.
     """
     loop_class: Any = LOOPS.get(name)
     if not isinstance(loop_class, type) or not callable(getattr(loop_class, "run_group", None)):

@@ -1,4 +1,4 @@
-"""One response to each prompt."""
+"""Samples one response per session."""
 
 import time
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from rl_rollout.rewards.scorer import Scored, reward_input
 
 
 class SingleTurnLoop:
-    """Asks the engine once for all sessions of a prompt, and scores what comes.
+    """Sends one request for all sessions of a prompt, and scores the responses.
 
-    A session's generate_s is the time of that one request, hence the same for the whole group.
+    A session's generate_s is the time of that one request, so it is equal for the whole group.
     """
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
-        """One trajectory a session, in order.
+        """Return one trajectory per session, in order.
 
         Raises:
-            EngineError: The engine cannot serve the request, or gave another number of responses.
+            EngineError: The engine cannot serve the request, or returned another number of responses.
         """
         request = GenerateRequest(input_ids=prompt.input_ids, sampling=context.sampling, num_samples=num_sessions)
         started_at = time.perf_counter()
@@ -51,7 +51,7 @@ class SingleTurnLoop:
         ]
 
     def judged(self, session: SessionResult, context: LoopContext) -> Judged:
-        """The response of a session, as its reward judges it."""
+        """Return a session's response as its reward judges it."""
         (trajectory,) = session.trajectories
         ids = trajectory.input_ids[trajectory.num_prompt_tokens :]
         (text,) = context.decode([ids])
@@ -59,7 +59,7 @@ class SingleTurnLoop:
 
 
 def trajectory_of(prompt: Prompt, generation: Generation, *, session_index: int, generate_s: float) -> Trajectory:
-    """Prompt and response as one trajectory, the response's tokens exactly as sampled."""
+    """Build one trajectory from prompt and response, with the response's tokens exactly as sampled."""
     num_prompt, num_response = len(prompt.input_ids), len(generation.token_ids)
     num_tokens = num_prompt + num_response
     loss_mask = np.zeros(num_tokens, dtype=np.bool_)
@@ -82,7 +82,7 @@ def trajectory_of(prompt: Prompt, generation: Generation, *, session_index: int,
 
 
 def with_reward(trajectories: Sequence[Trajectory], scored: Scored) -> SessionResult:
-    """A session's trajectories with its reward; the last one carries the time that it took."""
+    """Set the reward on a session's trajectories, and the timings on the last one."""
     last = len(trajectories) - 1
     result = scored.result
     reward: dict[str, Any] = {} if result is None else {"reward": result.reward, "reward_components": result.components}

@@ -1,4 +1,4 @@
-"""Several turns with tools in between."""
+"""Several turns with tool calls in between."""
 
 import asyncio
 import time
@@ -51,23 +51,23 @@ class ToolsOptions:
 
 
 class ToolsLoop(SessionLoop):
-    """Generates, runs the calls in what came, appends their results as masked tokens, and again.
+    """Alternates between generation and tool calls, and appends results as masked tokens.
 
     A session ends with a turn without calls, or with finish_reason "length" at a limit. The reward judges the last
-    turn. A trajectory's extras say how its session ended (`ended_by`), its `num_turns`, and `tool_calls` by outcome.
+    turn. A trajectory's extras record how its session ended (`ended_by`), its `num_turns`, and `tool_calls` by outcome.
     """
 
     Options = ToolsOptions
 
     def __init__(self, options: ToolsOptions | None = None, *, toolbox: ToolBox | None = None) -> None:
-        """Find parser and tools; servers are started by `start`.
+        """Find the parser and tools. `start` starts servers.
 
         Args:
-            options: Of the loop.
-            toolbox: Tools beside those that the options name.
+            options: The loop's options.
+            toolbox: Tools in addition to those in the options.
 
         Raises:
-            SettingsError: A tool or the parser does not exist, or two tools have one name.
+            SettingsError: A tool or the parser does not exist, or two tools have the same name.
         """
         self._options = options or ToolsOptions()
         self._parser: ToolParser = resolve_parser(self._options.parser)
@@ -81,7 +81,7 @@ class ToolsLoop(SessionLoop):
         self._joined: Joined | None = None
 
     async def start(self, tokenizer: PromptTokenizer | None) -> None:
-        """Start the servers, and try tokenizer and chat template.
+        """Start the servers, and check tokenizer and chat template.
 
         Raises:
             SettingsError: There is no tokenizer, no tool, a stop token is unknown, the chat template cannot join turns,
@@ -109,7 +109,7 @@ class ToolsLoop(SessionLoop):
             raise
 
     async def check(self, tokenizer: PromptTokenizer | None) -> list[str]:
-        """Start everything once, end it, and name the tools of each server; raises as `start`."""
+        """Start everything once, stop it, and list the tools of each server. Raises the same errors as `start`."""
         try:
             await self.start(tokenizer)
             own = [tool.name for tool in (*self._given, *self._own)]
@@ -121,7 +121,7 @@ class ToolsLoop(SessionLoop):
             self.close()
 
     async def _start_servers(self) -> dict[str, list[Tool]]:
-        """The tools of each server."""
+        """Start the servers and return their tools."""
         chosen = self._options.mcp_servers
         if chosen:
             from rl_rollout.tools.mcp import McpServer
@@ -136,18 +136,18 @@ class ToolsLoop(SessionLoop):
 
     @property
     def tool_schemas(self) -> list[dict[str, Json]]:
-        """All tools as the chat template shows them; those of servers once these are started."""
+        """Return all tools as the chat template shows them; those of servers after they start."""
         return self._toolbox.schemas()
 
     def close(self) -> None:
-        """End the servers, and the threads of the tools."""
+        """Stop the servers and the tools' threads."""
         while self._servers:
             self._servers.popitem()[1].close()
         self._toolbox.close()
         self._joined = None
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
-        """See `AgentLoop.run_group`; starts what was not started."""
+        """See `AgentLoop.run_group`. Starts if not yet started."""
         async with self._starting:
             if self._joined is None:
                 await self.start(context.tokenizer)
@@ -172,7 +172,7 @@ class ToolsLoop(SessionLoop):
             return conversation.failed(describe_failure(self, error))
 
     def judged(self, session: SessionResult, context: LoopContext) -> Judged:
-        """The last turn of a session and the tokens of all its turns, as its reward judges them."""
+        """Return the session's last turn and the tokens of all its turns, as its reward judges them."""
         last = session.trajectories[-1]
         sampled = np.flatnonzero(last.loss_mask)
         starts = np.flatnonzero(np.diff(sampled, prepend=-2) > 1)

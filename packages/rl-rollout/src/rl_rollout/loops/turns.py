@@ -1,4 +1,4 @@
-"""Joins the turns of a session as token ids: what was sampled is never encoded again."""
+"""Joins the turns of a session as token ids. Sampled tokens are never encoded again."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from rl_core.record_fields import settings_record
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 Role = Literal["tool", "user"]
-"""Who answers the model: its tools, or an environment in the place of the user."""
+"""Who replies to the model: its tools, or an environment in the user's place."""
 
 Message = dict[str, Json]
 
@@ -23,11 +23,11 @@ MARK = "turnmark"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a model gets after its turn, from one tool or from the environment.
+    """A reply to the model's turn, from one tool or from the environment.
 
     Attributes:
-        text: What it reads.
-        name: Of the tool; empty where there is none.
+        text: Text for the model.
+        name: Name of the tool; empty if there is none.
     """
 
     text: str
@@ -52,11 +52,11 @@ class TurnFormat:
 
 
 class ChatTurns:
-    """Turns as the chat template writes them: token ids of everything in a session that is not sampled.
+    """Turns in the chat template's format: returns the token ids of everything in a session that is not sampled.
 
-    What follows a turn is cut out of the rendering of a short fixed conversation, whose assistant's turn holds a
-    mark: all that the template writes after the mark and the turn's end token. Neither what was sampled nor the
-    history is ever rendered, so a template that writes them otherwise cannot change them.
+    The text after a turn is cut out of the rendering of a short fixed conversation, whose assistant turn contains a
+    mark: everything that the template writes after the mark and the turn's end token. Neither sampled turns nor the
+    history are ever rendered, so a template that would write them differently cannot change them.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class ChatTurns:
         tools: Sequence[Mapping[str, Json]] = (),
         end_token_ids: Sequence[int] = (),
     ) -> None:
-        """Try the template.
+        """Check the template.
 
         Args:
-            tokenizer: With a chat template.
+            tokenizer: A tokenizer with a chat template.
             role: Who replies.
             tools: Schemas, given to the template.
-            end_token_ids: What can end a turn, beside the tokenizer's own end token.
+            end_token_ids: Tokens that can end a turn, in addition to the tokenizer's own.
 
         Raises:
-            SettingsError: The template cannot be used for several turns; the message says what it does.
+            SettingsError: The template does not support several turns. The message describes what it does.
         """
         self._tokenizer = tokenizer
         self._role = role
@@ -94,13 +94,13 @@ class ChatTurns:
 
     @property
     def arguments_are_text(self) -> bool:
-        """True where the template reads the arguments of calls as JSON text, not as objects."""
+        """True if the template reads call arguments as JSON text, not as objects."""
         return self._shape is _calls_as_text
 
     def prompt_ids(self, prompt: Prompt, *, observation: str | None = None) -> IntArray:
-        """[P] int32 what the first turn continues; an observation comes after the prompt's own messages.
+        """Return the [P] int32 input of the first turn. An observation comes after the prompt's own messages.
 
-        A prompt of plain text stays as it is, and shows no tools.
+        A plain prompt stays unchanged, and shows no tools.
 
         Raises:
             DataError: The template refuses the messages, or an observation follows a prompt of plain text.
@@ -113,9 +113,9 @@ class ChatTurns:
         return self._encode(self._tokenizer.render(messages, where=f"prompt {prompt.uid}", tools=self._tools))
 
     def reply_ids(self, replies: Sequence[Reply], *, last_token: int) -> IntArray:
-        """[N] int32 what follows a turn that ended with last_token, up to where the next one begins.
+        """Return the [N] int32 tokens between a turn that ended with last_token and the next turn.
 
-        What a reply says never becomes a control token.
+        Text in a reply never becomes a control token.
 
         Raises:
             DataError: The template refuses the reply.
@@ -124,7 +124,9 @@ class ChatTurns:
         return self.following_ids(self._messages(named), calls=[one.name for one in named], last_token=last_token)
 
     def opening_ids(self, messages: Sequence[Message]) -> IntArray:
-        """[P] int32 what the first turn continues, of any messages; control tokens in them are control tokens.
+        """Return the [P] int32 input of the first turn, for any messages.
+
+        Control tokens in them stay control tokens.
 
         Raises:
             DataError: The template refuses the messages.
@@ -132,12 +134,12 @@ class ChatTurns:
         return self._encode(self._tokenizer.render(messages, where="the messages", tools=self._tools))
 
     def following_ids(self, messages: Sequence[Message], *, calls: Sequence[str], last_token: int) -> IntArray:
-        """As `reply_ids`, for any messages; control tokens in them are control tokens.
+        """Same as `reply_ids`, for any messages. Control tokens in them stay control tokens.
 
         Args:
-            messages: What follows the turn.
+            messages: Messages after the turn.
             calls: Names of the tools that the turn called.
-            last_token: Of the turn.
+            last_token: Last token of the turn.
 
         Raises:
             DataError: The template refuses the messages.
@@ -150,10 +152,10 @@ class ChatTurns:
         return tail[ends[0] :]  # ended by a token that the template does not write, which then follows
 
     def _find_shape(self) -> "_Shape":
-        """The first way to write an assistant's turn that the template keeps whole.
+        """Return the first format of an assistant turn that the template keeps complete.
 
         Raises:
-            SettingsError: None is.
+            SettingsError: The template keeps none.
         """
         shapes = (_calls_as_objects, _calls_as_text, _content) if self._role == "tool" else (_content,)
         faults = []
@@ -171,7 +173,7 @@ class ChatTurns:
         )
 
     def _fault(self, shape: "_Shape") -> str | None:
-        """Why turns of this shape cannot be joined, in words."""
+        """Describe why turns of this shape cannot be joined."""
         replies = [Reply(text="replymark", name=self._any_name())]
         turn = [*shape(replies, MARK), *self._messages(replies)]
         text = self._render([QUESTION, *turn])
@@ -192,7 +194,7 @@ class ChatTurns:
         return None
 
     def _tail(self, messages: Sequence[Message], calls: Sequence[str]) -> str:
-        """All that the template writes after what the assistant said."""
+        """Return everything that the template writes after the assistant's text."""
         mark, others = MARK, f"{messages} {calls}"
         while mark in others:
             mark += "x"
@@ -222,15 +224,15 @@ class ChatTurns:
         return np.array(self._tokenizer.encode([text], add_special_tokens=False)[0], dtype=np.int32)
 
     def _harmless(self, text: str) -> str:
-        """The text, with control tokens broken up: a tool cannot end a turn or speak for the user."""
+        """Return the text with control tokens broken up, so that a tool cannot end a turn or speak for the user."""
         return self.control_tokens.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
 
 class PlainTurns:
-    """Turns as plain text, for models without a chat template: each reply between a prefix and a suffix."""
+    """Turns as plain text, for models without a chat template. Each reply has a prefix and a suffix."""
 
     def __init__(self, tokenizer: PromptTokenizer, *, prefix: str, suffix: str) -> None:
-        """Take the two texts; several replies of one turn are separated by a line break."""
+        """Store the two texts. Several replies to one turn are separated by a line break."""
         self._tokenizer = tokenizer
         self._prefix = prefix
         self._suffix = suffix
@@ -249,7 +251,7 @@ class PlainTurns:
 
 Turns = ChatTurns | PlainTurns
 Joined = tuple[Turns, tuple[int, ...]]
-"""Turns that were tried on a tokenizer, and the tokens that end a turn beside the model's own end token."""
+"""Checked turns for a tokenizer, and the tokens that end a turn in addition to the model's own."""
 
 
 def join_turns(
@@ -260,14 +262,14 @@ def join_turns(
     tools: Sequence[Mapping[str, Json]] = (),
     known_stops: Sequence[str] = (),
 ) -> Joined:
-    """Try how turns are joined.
+    """Check how turns are joined.
 
     Args:
-        tokenizer: The policy's.
-        turn_format: How.
+        tokenizer: The policy's tokenizer.
+        turn_format: The format of turns.
         role: Who replies.
         tools: Schemas for the chat template.
-        known_stops: Tokens that end a turn where the tokenizer has them.
+        known_stops: Tokens that end a turn if the tokenizer has them.
 
     Raises:
         SettingsError: A stop token is unknown, or the chat template cannot join turns.
@@ -288,7 +290,7 @@ def join_turns(
 
 
 _Shape = Callable[[Sequence[Reply], str], list[Message]]
-"""Writes the assistant's turn before some replies, with the mark as near to its end as the shape allows."""
+"""Renders the assistant's turn before some replies, with the mark as near to its end as the shape allows."""
 
 
 def _calls_as_objects(replies: Sequence[Reply], mark: str) -> list[Message]:

@@ -1,4 +1,4 @@
-"""Environments of the library verifiers, which runs them itself and asks our engine for tokens."""
+"""Environments of the verifiers library, which runs them and gets tokens from this package's engine."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ from rl_rollout.rewards.outputs import shown_error
 MAX_BODY_BYTES = 256 << 20
 MAX_SESSIONS = 1 << 20
 UNLIMITED = {"max_turns": 1 << 40, "max_tokens": 1 << 40, "max_concurrent": 1024}
-"""verifiers has limits of its own."""
+"""Effectively no limit, because verifiers has its own."""
 
 
 @settings_record
@@ -54,16 +54,16 @@ class VerifiersOptions:
 
 
 class VerifiersLoop(SessionLoop):
-    """Runs an episode of a verifiers environment as a session; each branch of a trace is a trajectory.
+    """Runs an episode of a verifiers environment as a session. Each branch of a trace is a trajectory.
 
-    verifiers renders turns as tokens and extends what was sampled; the gateway gives it the engine's tokens, and
-    logprobs and versions are taken from there. The episode's reward is the session's: verifiers scores it.
+    verifiers renders turns as tokens and appends to the sampled ones. The gateway sends it the engine's tokens, and
+    supplies logprobs and versions. verifiers scores the episode, and its reward is the session's.
     """
 
     Options = VerifiersOptions
 
     def __init__(self, options: VerifiersOptions) -> None:
-        """Keep the options; `start` imports the library."""
+        """Store the options. `start` imports the library."""
         self._options = options
         self._verifiers: Any = None
         self._environment: Any = None
@@ -73,10 +73,10 @@ class VerifiersLoop(SessionLoop):
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, tokenizer: PromptTokenizer | None = None) -> None:  # noqa: ARG002 - verifiers loads its own
-        """Load the environment, and serve.
+        """Load the environment and serve.
 
         Raises:
-            SettingsError: verifiers refuses the options, or has no tasks; or the tokenizer is no local folder.
+            SettingsError: verifiers refuses the options, or has no tasks; or the tokenizer is not a local folder.
             MissingExtraError: verifiers is not installed.
         """
         self._load()
@@ -85,7 +85,7 @@ class VerifiersLoop(SessionLoop):
         await is_ready
 
     async def check(self, tokenizer: PromptTokenizer | None = None) -> list[str]:  # noqa: ARG002 - as `start`
-        """Load everything, and say how many tasks there are; raises as `start`."""
+        """Load everything, and report the number of tasks. Raises the same errors as `start`."""
         self._load()
         return [f"taskset with {len(self._tasks):,} tasks"]
 
@@ -110,13 +110,13 @@ class VerifiersLoop(SessionLoop):
             import_module("renderers").create_renderer(tokenizer, renderer)
 
     def close(self) -> None:
-        """Stop serving, as soon as the event loop runs."""
+        """Stop serving when the event loop runs next."""
         if self._serving is not None and not self._serving.get_loop().is_closed():
             self._serving.cancel()
         self._serving = self._gateway = None
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
-        """See `AgentLoop.run_group`; starts what was not started, or not on this event loop."""
+        """See `AgentLoop.run_group`. Starts if not yet started on this event loop."""
         if self._serving is None or self._serving.get_loop() is not asyncio.get_running_loop():
             await self.start()
         return await super().run_group(prompt, num_sessions=num_sessions, context=context)
@@ -198,7 +198,7 @@ class VerifiersLoop(SessionLoop):
 
 
 def _trajectories(episode: Any, session: Session, *, wall_s: float) -> list[Trajectory]:
-    """A trajectory for each branch that trains, the session's timings with the last."""
+    """Return a trajectory for each branch that trains. The last one has the session's timings."""
     spans, samples = session.tree.spans(), session.tree.samples
     trained: set[int] = set()
     trajectories: list[Trajectory] = []
@@ -258,19 +258,19 @@ def _trajectory(
 def columns_of(
     input_ids: IntArray, sampled: BoolArray, spans: Sequence[SampledSpan], *, trained: set[int]
 ) -> tuple[BoolArray, FloatArray, IntArray]:
-    """Give each sampled token of a sequence the logprob and version that the engine gave with it.
+    """Return the engine's logprob and version for each sampled token of a sequence.
 
-    A token that is called sampled, but that no span gave after just these tokens, stays in the mask without a version:
-    the audit fails its session.
+    A token marked as sampled that no span sampled after the same tokens stays in the mask without a version. The audit
+    then fails its session.
 
     Args:
         input_ids: [T] int32.
-        sampled: [T] bool, what the program calls sampled.
-        spans: What the engine gave.
-        trained: Indices of the spans that an earlier sequence trains, which this one masks; what it trains is added.
+        sampled: [T] bool, tokens that the program marks as sampled.
+        spans: The engine's outputs.
+        trained: Indices of spans that an earlier sequence trains, which this one masks. Newly trained spans are added.
 
     Returns:
-        [T] its loss_mask, rollout_logprobs and policy_versions.
+        [T] loss_mask, rollout_logprobs and policy_versions.
     """
     mask = sampled.copy()
     logprobs = np.zeros(len(input_ids), dtype=np.float32)
@@ -305,7 +305,7 @@ def _reason(episode: Any) -> str:
 
 @contextmanager
 def _refused(what: str, given: Any) -> Iterator[None]:
-    """Turn what the library raises, or ends the process with, into a SettingsError."""
+    """Convert the library's exceptions and process exits into a SettingsError."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -319,7 +319,7 @@ def _refusal(what: str, error: BaseException, given: Any) -> SettingsError:
 
 
 def _problem(problem: Mapping[str, Any]) -> str:
-    """One of pydantic's, by the option's place."""
+    """Format one of pydantic's errors, by the option's place."""
     place = ".".join(map(str, problem["loc"]))
     if problem["type"] != "union_tag_invalid":
         return f"{place}: {problem['msg']}" if place else str(problem["msg"])
@@ -328,7 +328,7 @@ def _problem(problem: Mapping[str, Any]) -> str:
 
 
 def _require_account(config: Any) -> None:
-    """Refuse a hosted runtime without an account: verifiers ends the process then, from a task of its own."""
+    """Refuse a hosted runtime without an account, because verifiers would then end the process from its own task."""
     is_local = import_module("verifiers.v1.runtimes").runtime_is_local
     seats = {name: seat.runtime for name, seat in vars(config).items() if hasattr(seat, "runtime")}
     for name, runtime in seats.items():

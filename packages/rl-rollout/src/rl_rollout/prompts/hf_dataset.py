@@ -13,12 +13,12 @@ MAX_FILES = 4096
 
 
 def is_hf_dataset(folder: Path) -> bool:
-    """True for a folder of `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
+    """Return True for a folder of `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
     return (folder / STATE).is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def read_hf_dataset(path: Path) -> Sequence[dict[str, Json]]:
-    """Map a saved dataset into memory; rows stay on disk until they are asked for.
+    """Memory-map a saved dataset. Rows stay on disk until they are read.
 
     Raises:
         DataError: The folder holds several splits, or `datasets` cannot read it.
@@ -44,7 +44,7 @@ def read_hf_dataset(path: Path) -> Sequence[dict[str, Json]]:
 
 
 def _arrow_files(folder: Path) -> list[Path]:
-    """The files that a saved dataset says it has; all of its files are plain ones of bounded size."""
+    """Return the files that a saved dataset lists. All of its files must be plain and of bounded size."""
     state = read_json_object(folder / STATE)
     if (folder / "dataset_info.json").exists():
         read_json_object(folder / "dataset_info.json")
@@ -57,7 +57,7 @@ def _arrow_files(folder: Path) -> list[Path]:
 
 
 def _refuse_media(features: Any, path: Path) -> None:
-    """Refuse columns that `datasets` opens files or addresses for, when a row is read."""
+    """Refuse columns for which `datasets` opens files or URLs when a row is read."""
     waiting = [features]
     while waiting:
         feature = waiting.pop()

@@ -1,4 +1,4 @@
-"""Rows of a parquet file, by pyarrow."""
+"""Rows of a parquet file, read with pyarrow."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,17 +8,17 @@ from rl_core.errors import DataError, MissingExtraError
 from rl_core.files import try_arrow_files
 
 BATCH_ROWS = 256
-"""As many as the trial sets memory aside for."""
+"""Rows per batch. The trial reserves memory for this many."""
 
 
 class ParquetTable:
-    """A parquet file as an Arrow table; a row becomes Python objects when it is asked for."""
+    """A parquet file as an Arrow table; a row becomes Python objects when it is read."""
 
     def __init__(self, path: Path) -> None:
         """Read the table.
 
         Raises:
-            DataError: pyarrow cannot read the file, or it takes more memory than there may be.
+            DataError: pyarrow cannot read the file, or it exceeds the memory limit.
             MissingExtraError: pyarrow is not installed.
         """
         try:
@@ -36,7 +36,7 @@ class ParquetTable:
         return int(self._table.num_rows)
 
     def __getitem__(self, row: int) -> dict[str, Json]:
-        """A row by its index from 0."""
+        """Return a row by its index, from 0."""
         rows: list[dict[str, Json]] = self._table.slice(row, 1).to_pylist()
         return rows[0]
 

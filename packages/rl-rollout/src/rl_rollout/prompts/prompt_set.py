@@ -1,4 +1,4 @@
-"""All prompts of some files, checked and tokenized before models load."""
+"""All prompts of some files, checked and tokenized before any model loads."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -46,12 +46,12 @@ class PromptOptions:
 
 
 class PromptSet:
-    """Prompts in file order; tokens are kept, columns are read again when a prompt is asked for.
+    """Prompts in file order. Tokens stay in memory; columns are read again for each prompt.
 
     Attributes:
         uids: Content hash and row number of each prompt.
-        num_dropped: Rows left out because they were too long.
-        fingerprint: Hash of all tokens and uids; a resumed run must find the same.
+        num_dropped: Number of rows omitted because they were too long.
+        fingerprint: Hash of all tokens and uids. It must not change when a run resumes.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class PromptSet:
         rows: NDArray[np.int64],
         options: PromptOptions,
     ) -> None:
-        """Hold what `load_prompts` made.
+        """Store what `load_prompts` read.
 
         Args:
             files: The opened files.
             uids: N uids.
             tokens: N rows of int32 tokens.
             rows: [N, 2] index into files, and row in that file.
-            options: As the rows were read.
+            options: Options under which the rows were read.
         """
         self._files = tuple(files)
         self._tokens = tokens
@@ -88,22 +88,22 @@ class PromptSet:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """Number of tokens in the longest prompt."""
         return int(self._tokens.lengths.max())
 
     def __len__(self) -> int:
         return len(self.uids)
 
     def __iter__(self) -> Iterator[Prompt]:
-        """Prompts in file order, for validation."""
+        """Iterate over the prompts in file order, for validation."""
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> Prompt:
-        """A prompt by its index from 0."""
+        """Return a prompt by its index, from 0."""
         return self.prompt(index)
 
     def prompt(self, index: int, *, uid_suffix: str = "") -> Prompt:
-        """A prompt by its index, its uid lengthened by a suffix."""
+        """Return a prompt by its index, with a suffix appended to its uid."""
         if not 0 <= index < len(self):
             raise IndexError(f"prompt index {index} is not in 0..{len(self) - 1}")
         file, row = self._rows[index].tolist()
@@ -123,7 +123,7 @@ def load_prompts(files: Sequence[Path], tokenizer: PromptTokenizer, options: Pro
     """Read, check and tokenize every row of the files, in their order.
 
     Raises:
-        DataError: A file or row cannot be used; the message names file, row and field.
+        DataError: A file or row is invalid. The message names file, row and field.
         SettingsError: No file is given.
     """
     if not files:
@@ -157,7 +157,7 @@ def load_prompts(files: Sequence[Path], tokenizer: PromptTokenizer, options: Pro
 
 
 def _read(row: Mapping[str, Json], options: PromptOptions, *, where: str) -> Problem:
-    """What a row says; plain text as the options want it: raw, or as one user's message."""
+    """Read a row. Plain text stays raw or becomes one user message, as the options say."""
     problem = read_problem(row, where=where, requires_ground_truth=options.requires_ground_truth)
     if problem.text is None or options.plain_prompts == "raw":
         return problem
@@ -165,7 +165,7 @@ def _read(row: Mapping[str, Json], options: PromptOptions, *, where: str) -> Pro
 
 
 def _encoded(rows: Rows, tokenizer: PromptTokenizer, options: PromptOptions) -> Iterator[tuple[Problem, list[int]]]:
-    """Each row with its tokens; a chunk is encoded at once."""
+    """Yield each row with its tokens, encoded in chunks."""
     remaining = enumerate(rows)
     while chunk := list(islice(remaining, CHUNK_ROWS)):
         problems = [_read(columns, options, where=rows.locate(row)) for row, columns in chunk]

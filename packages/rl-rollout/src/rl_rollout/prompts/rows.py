@@ -20,19 +20,19 @@ MAX_LINE_BYTES = 1 << 26
 MAX_LINE_VALUES = 1 << 20
 
 RowTable = Sequence[dict[str, Json]] | ParquetTable
-"""Rows by their index from 0, and in order."""
+"""Rows by index from 0, also iterable in order."""
 
 
 class Rows:
     """The rows of one file."""
 
     def __init__(self, path: Path, rows: RowTable, *, lines: Sequence[int] | None = None) -> None:
-        """Take what a library read.
+        """Store the rows that a library read.
 
         Args:
             path: The file or folder as the user named it.
-            rows: Has the rows by their index from 0, and in order.
-            lines: Of the rows in the file, counted from 1 with blank ones; None where it has none.
+            rows: The rows by index from 0, also iterable in order.
+            lines: Line number of each row, from 1, counting blank lines. None if the file has no lines.
         """
         self.path = path
         self._rows = rows
@@ -45,10 +45,10 @@ class Rows:
         return len(self._rows)
 
     def __getitem__(self, row: int) -> dict[str, Json]:
-        """A row by its index from 0.
+        """Return a row by its index, from 0.
 
         Raises:
-            DataError: It has a value that Python does not.
+            DataError: It has a value that Python cannot represent.
         """
         with self._readable():
             return self._rows[row]
@@ -66,12 +66,12 @@ class Rows:
             raise DataError(f"{self.path}: a row has a value that cannot be read ({reason}). Repair it.") from error
 
     def locate(self, row: int) -> str:
-        """Where a row is, in the user's words; rows and lines are counted from 1."""
+        """Describe a row's place for messages. Rows and lines are counted from 1."""
         return f"{self.path}, row {row + 1}" if self._lines is None else f"{self.path}, line {self._lines[row]}"
 
 
 def read_jsonl(path: Path) -> Rows:
-    """Read and parse a whole file of JSON lines: one object a line; blank lines are skipped.
+    """Read and parse a whole JSON Lines file: one object per line, blank lines skipped.
 
     Raises:
         DataError: A line is not UTF-8, not JSON, or not an object.
@@ -98,7 +98,7 @@ def open_rows(path: Path) -> Rows:
 
     Raises:
         DataError: The file is missing, empty, unreadable, or of an unknown kind.
-        MissingExtraError: The library that reads this kind is not installed.
+        MissingExtraError: The library for this kind is not installed.
     """
     if not path.exists():
         raise DataError(f"{path} does not exist. Give the path of a {' or '.join(EXTENSIONS)} file.")

@@ -13,14 +13,14 @@ WITHOUT = "allow rows without it: prompts.requires_ground_truth = false"
 
 @record
 class Problem:
-    """What a row says, before the tokenizer sees it.
+    """The content of a row before tokenization.
 
     Attributes:
         messages: Chat messages; empty for a plain prompt.
         text: The plain prompt; None when there are messages.
-        data_source: Name of the data set.
-        ground_truth: What the reward compares with.
-        columns: The row; its texts as `encodable` gives them.
+        data_source: Name of the dataset.
+        ground_truth: Reference for the reward.
+        columns: The row, with its texts as `encodable` returns them.
     """
 
     messages: tuple[Mapping[str, Json], ...]
@@ -30,14 +30,14 @@ class Problem:
     columns: Mapping[str, Json]
 
     def digest(self) -> str:
-        """12 hex digits of the prompt, source and ground truth; equal on every machine."""
+        """Return 12 hex digits of the prompt, source and ground truth, equal on every machine."""
         parts = [self.text if self.text is not None else self.messages, self.data_source, self.ground_truth]
         canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
         return blake2b(canonical.encode(), digest_size=6).hexdigest()
 
 
 def read_problem(row: Mapping[str, Json], *, where: str, requires_ground_truth: bool = True) -> Problem:
-    """Check a row and take its parts.
+    """Check a row and split it into its parts.
 
     Args:
         row: Columns by name. `prompt` is a list of messages (`role`, `content`) or a string. The ground
@@ -46,7 +46,7 @@ def read_problem(row: Mapping[str, Json], *, where: str, requires_ground_truth: 
         requires_ground_truth: Refuse rows with neither ground truth nor answer.
 
     Raises:
-        DataError: A field is missing or of another type; the message names file, row and field.
+        DataError: A field is missing or has another type. The message names file, row and field.
     """
     prompt = row.get("prompt")
     if prompt is None:

@@ -11,7 +11,7 @@ from rl_rollout.prompts.prompt_set import PromptSet
 
 
 class PromptSource:
-    """Epochs over a prompt set, each in an order of its own; torch's random state plays no part.
+    """Epochs over a prompt set, each in its own order, independent of torch's random state.
 
     A prompt's uid ends with its epoch (`...-e0`), so that it is unique in the run.
     """
@@ -20,8 +20,8 @@ class PromptSource:
         """Start at the first prompt of epoch 0.
 
         Args:
-            prompts: What to draw from.
-            seed: Of the orders; at least 0.
+            prompts: The prompts.
+            seed: Seed of the orders; at least 0.
             is_shuffled: False gives file order in every epoch.
         """
         if seed < 0:
@@ -39,11 +39,11 @@ class PromptSource:
         return self._epoch
 
     def next(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts; every epoch visits each prompt once."""
+        """Return the next prompts. Every epoch visits each prompt once."""
         return [self._next_prompt() for _ in range(num_prompts)]
 
     def state(self) -> dict[str, Json]:
-        """Where the source is, as JSON."""
+        """Return the source's position, as JSON."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -53,11 +53,11 @@ class PromptSource:
         }
 
     def restore(self, state: Mapping[str, Json]) -> None:
-        """Go on where a `state` was taken.
+        """Continue from a `state`.
 
         Raises:
-            CheckpointError: The state is not one.
-            SettingsError: It is of other prompts or another order.
+            CheckpointError: The state is invalid.
+            SettingsError: The state belongs to other prompts or another order.
         """
         mine = self.state()
         if set(state) != set(mine):

@@ -1,4 +1,4 @@
-"""Prompts in the order of the source, known by uid until they are settled; the queue's ledger says how far it is."""
+"""Prompts in the source's order, kept by uid until they are settled. The queue's ledger records the progress."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from rl_rollout.prompts.source import PromptSource
 
 
 class PromptSupply:
-    """Gives prompts in order, and keeps those that may have to be started again."""
+    """Returns prompts in order, and keeps those that may have to start again."""
 
     def __init__(self, source: PromptSource) -> None:
-        """Begin with the source's first prompt."""
+        """Start with the source's first prompt."""
         self._source = source
         self._open: dict[str, Prompt] = {}
 
@@ -22,16 +22,16 @@ class PromptSupply:
         return self._source.epoch
 
     def next(self, count: int) -> list[Prompt]:
-        """The next prompts."""
+        """Return the next prompts."""
         prompts = self._source.next(count)
         self._open.update((prompt.uid, prompt) for prompt in prompts)
         return prompts
 
     def restore(self, ledger: Sequence[LedgerEntry]) -> None:
-        """Go on behind the prompts that a queue has.
+        """Continue after the prompts that a queue has.
 
         Raises:
-            DataError: The queue has other prompts than the source gives: it belongs to another run.
+            DataError: The queue's prompts differ from the source's, so it belongs to another run.
         """
         prompts = self._source.next(len(ledger))
         for entry, prompt in zip(ledger, prompts, strict=True):
@@ -44,10 +44,10 @@ class PromptSupply:
                 self._open[prompt.uid] = prompt
 
     def get(self, uid: str) -> Prompt:
-        """A prompt that is open."""
+        """Return an open prompt."""
         return self._open[uid]
 
     def done(self, uids: Sequence[str]) -> None:
-        """These need no prompt any more."""
+        """Drop settled prompts."""
         for uid in uids:
             self._open.pop(uid, None)

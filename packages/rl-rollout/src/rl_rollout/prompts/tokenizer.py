@@ -1,4 +1,4 @@
-"""Text to tokens and back, by the tokenizer in a model folder."""
+"""Converts text to tokens and back with the tokenizer in a model folder."""
 
 import json
 import os
@@ -28,18 +28,18 @@ COMPANION_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
 )
-"""What transformers reads beside them."""
+"""Files that transformers reads in addition."""
 
 UNTRIED = ("config.json", "processor_config.json", "preprocessor_config.json")
 MAX_FILE_BYTES = 1 << 27
 MAX_FILE_VALUES = 1 << 23
 TRIAL = Path(__file__).with_name("tokenizer_trial.py")
 SLOW_CPU_S = 60
-"""A tokenizer without tokenizer.json is made by transformers, whose import takes seconds."""
+"""Extra CPU seconds for a folder without tokenizer.json, because transformers builds the tokenizer."""
 
 DEADLINE_S = 30.0
 BYTES_PER_S = 100_000
-"""Tokenizers are ten times as fast."""
+"""Minimum speed before a timeout. Tokenizers are ten times as fast."""
 
 
 class PromptTokenizer:
@@ -73,10 +73,10 @@ class PromptTokenizer:
         chat_template: str | None = None,
         template_options: Mapping[str, Json] | None = None,
     ) -> "PromptTokenizer":
-        """Load the tokenizer of a model folder; nothing is fetched, and no code of the folder runs.
+        """Load the tokenizer of a model folder. Nothing is downloaded, and no code of the folder runs.
 
         Raises:
-            SettingsError: The folder is missing, has no tokenizer, or one that transformers cannot load.
+            SettingsError: The folder is missing, or has no tokenizer that transformers can load.
             MissingExtraError: transformers is not installed.
         """
         if not folder.is_dir():
@@ -106,34 +106,34 @@ class PromptTokenizer:
 
     @property
     def wrapped(self) -> Any:
-        """The transformers tokenizer, for libraries that take one."""
+        """The transformers tokenizer, for libraries that require one."""
         return self._tokenizer
 
     @property
     def has_chat_template(self) -> bool:
-        """True when messages can become text."""
+        """True if messages can be rendered."""
         return bool(self._chat_template)
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a response, if the tokenizer names one."""
+        """The token that ends a response, if the tokenizer has one."""
         found = self._tokenizer.eos_token_id
         return None if found is None else int(found)
 
     @property
     def num_token_ids(self) -> int:
-        """One more than the largest id of a token; a model's vocabulary must have at least as many."""
+        """The largest token id plus one. A model's vocabulary must have at least this size."""
         return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Texts that become control tokens when they are encoded."""
+        """Texts that are encoded as control tokens."""
         added = self._tokenizer.added_tokens_decoder.values()
         return tuple(sorted({str(token.content) for token in added if token.special}))
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Digests of what makes tokens of text (`vocabulary`), and text of messages (`template`)."""
+        """Digests of the text-to-token mapping (`vocabulary`) and the message format (`template`)."""
         if getattr(self._tokenizer, "is_fast", False):
             vocabulary = self._tokenizer.backend_tokenizer.to_str()
         else:
@@ -144,17 +144,17 @@ class PromptTokenizer:
 
     @property
     def as_json(self) -> str:
-        """All of it as one tokenizer.json, added tokens included.
+        """Return the tokenizer as one tokenizer.json, including added tokens.
 
         Raises:
-            SettingsError: It is of a kind that cannot be written so.
+            SettingsError: This kind of tokenizer cannot be written this way.
         """
         if not getattr(self._tokenizer, "is_fast", False):
             raise SettingsError(f"{self._name} has no tokenizer.json, and transformers cannot make one of it.")
         return str(self._tokenizer.backend_tokenizer.to_str())
 
     def token_id(self, text: str) -> int | None:
-        """The id of one token by its text, such as "<|im_end|>"; None when the vocabulary has no such token."""
+        """Return the id of one token by its text, such as "<|im_end|>"; None if the vocabulary lacks it."""
         found = self._tokenizer.get_vocab().get(text)
         return None if found is None else int(found)
 
@@ -166,13 +166,13 @@ class PromptTokenizer:
         tools: Sequence[Mapping[str, Json]] = (),
         add_generation_prompt: bool = True,
     ) -> str:
-        """Messages as the template writes them, without halves of surrogate pairs, which no tokenizer takes.
+        """Render messages with the template, without lone surrogates, which tokenizers do not accept.
 
         Args:
-            messages: `role`, `content`, and what else the template reads.
-            where: What they are, for messages.
+            messages: `role`, `content`, and other fields of the template.
+            where: Description of the messages, for errors.
             tools: Schemas that the template shows to the model; see `rl_rollout.tools.tool_schema`.
-            add_generation_prompt: Whether to end where the model is to answer.
+            add_generation_prompt: Whether to end where the model answers.
 
         Raises:
             DataError: There is no template, or it refuses these messages.
@@ -199,10 +199,10 @@ class PromptTokenizer:
         return encodable(str(text))
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text.
+        """Return the token ids of each text.
 
         Args:
-            texts: What to encode.
+            texts: Texts to encode.
             add_special_tokens: True for plain text, which may need a begin token; False for rendered
                 messages, whose template writes its own.
         """
@@ -218,7 +218,7 @@ class PromptTokenizer:
         return ids
 
     def decode(self, sequences: Sequence[IntArray | Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
-        """Text of each sequence; for rewards, tools and people, never for training."""
+        """Decode each sequence, for rewards, tools and people; never for training."""
         if not sequences:
             return []
         ids = [np.asarray(sequence).tolist() for sequence in sequences]
@@ -233,7 +233,7 @@ class PromptTokenizer:
         return list(map(encodable, texts))
 
     def decoder(self, *, skip_special_tokens: bool = False) -> Decode:
-        """As `decode`, of one sequence, for a few tokens at a time."""
+        """Return a function that decodes one sequence, for a few tokens at a time."""
         if getattr(self._tokenizer, "is_fast", False):
             fast = self._tokenizer.backend_tokenizer
             return lambda ids: str(fast.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -242,21 +242,21 @@ class PromptTokenizer:
     def response_text(
         self, prompt_ids: Sequence[int], *, stop: Sequence[str] = (), skip_special_tokens: bool = False
     ) -> ResponseText:
-        """The text of a response whose tokens come in pieces.
+        """Return the text of a response that arrives in pieces.
 
         Args:
             prompt_ids: The prompt, or its last tokens.
-            stop: Strings that end the text; engines look for them with special tokens.
-            skip_special_tokens: Leave them out.
+            stop: Strings that end the text. Engines match them in text with special tokens.
+            skip_special_tokens: Omit special tokens.
         """
         return ResponseText(self.decoder(skip_special_tokens=skip_special_tokens), prompt_ids, stop=stop)
 
 
 def _try_folder(folder: Path, chat_template: str | None, options: Mapping[str, Json] | None) -> None:
-    """Refuse files that no tokenizer has, and have what is left used once by a child.
+    """Refuse files that no tokenizer has, and use the others once in a child process.
 
     Raises:
-        SettingsError: Names a file.
+        SettingsError: A file is invalid. The message names it.
     """
     names = [name for name in (*VOCABULARY_FILES, *COMPANION_FILES) if os.path.lexists(folder / name)]
     others = [*folder.glob("*.tiktoken"), *folder.glob("additional_chat_templates/*.jinja")]
@@ -284,7 +284,7 @@ def _try_folder(folder: Path, chat_template: str | None, options: Mapping[str, J
 
 
 def _templates(contents: Mapping[Path, bytes]) -> Iterator[str]:
-    """The chat templates in a folder's files."""
+    """Return the chat templates in a folder's files."""
     for file, raw in contents.items():
         if file.suffix == ".jinja":
             yield raw.decode(errors="replace")

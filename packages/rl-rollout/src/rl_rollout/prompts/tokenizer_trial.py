@@ -1,6 +1,6 @@
-"""Run as a script, in a child: loads a tokenizer and a chat template of strangers, and uses them once.
+"""A script for a child process: loads an untrusted tokenizer and chat template, and uses them once.
 
-What they raise does not matter here, because their caller reports it. This catches crashes that no `except` can.
+Exceptions do not matter here, because the caller reports them. This catches crashes that no `except` can.
 """
 
 import json
@@ -27,7 +27,7 @@ TOOL = {
 
 
 def main() -> None:
-    """Read `{"folder": ..., "templates": [...], "options": {...}}` from standard input; print "passed" in the end."""
+    """Read `{"folder": ..., "templates": [...], "options": {...}}` from standard input; print "passed" on success."""
     request = json.load(sys.stdin)
     try:
         _say("loading the tokenizer")
@@ -61,7 +61,7 @@ def _try_tokenizer(folder: Path) -> None:
 
 
 def _loaded(folder: Path) -> tuple[Any, Any]:
-    """Texts to lists of ids, and back."""
+    """Return the functions that encode texts and decode ids."""
     if (folder / "tokenizer.json").is_file():
         from tokenizers import Tokenizer
 
@@ -79,12 +79,12 @@ def _try_template(template: str, options: dict[str, Any]) -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """transformers' own tag, which marks what an assistant said."""
+        """transformers' own tag, which marks the assistant's text."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
 
         def parse(self, parser: Any) -> Any:
-            """Pass over the tag."""
+            """Skip the tag."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_pass"), [], [], body).set_lineno(line)

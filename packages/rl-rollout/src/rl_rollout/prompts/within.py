@@ -1,4 +1,4 @@
-"""Calls into libraries that may never come back, given up after a while."""
+"""Calls into libraries that may never return, with a deadline."""
 
 import ctypes
 import os
@@ -13,11 +13,11 @@ ResultT = TypeVar("ResultT")
 
 
 class _GivenUpError(BaseException):
-    """Ends Python code whose time is up; what runs in a library goes on in its thread until the process ends."""
+    """Ends Python code after the deadline. Library code continues in its thread until the process ends."""
 
 
 class _Worker(threading.Thread):
-    """Makes one call after the other: to start a thread for each takes longer than most calls."""
+    """Makes one call after another, because starting a thread takes longer than most calls."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -26,7 +26,7 @@ class _Worker(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Go on until there is no call."""
+        """Run calls until there are none."""
         while (call := self.calls.get()) is not None:
             outcome: tuple[Any, BaseException | None]
             try:
@@ -44,14 +44,14 @@ os.register_at_fork(after_in_child=_idle.clear)
 def call_within(
     deadline_s: float, call: Callable[[], ResultT], *, what: str, error: type[RLError], fails: str = "failed"
 ) -> ResultT:
-    """What a call gives.
+    """Return the result of a call.
 
     Args:
-        deadline_s: Longest wait for it.
-        call: Lets other threads run while it works, as Python code does.
-        what: Says in messages what it is.
-        error: Raised where it fails, whatever it raises (a panic of Rust is no `Exception`), or takes longer.
-        fails: What it does where it fails, in messages.
+        deadline_s: Maximum seconds to wait.
+        call: Must let other threads run while it works, as Python code does.
+        what: Description of the call, for messages.
+        error: Raised if the call takes too long or raises anything (a Rust panic is no `Exception`).
+        fails: Description of its failure, for messages.
     """
     try:
         worker = _idle.pop()

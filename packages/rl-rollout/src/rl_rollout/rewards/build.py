@@ -1,4 +1,4 @@
-"""From options to a scorer."""
+"""Builds a scorer from options."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,14 +12,14 @@ from rl_rollout.rewards.weighted import WeightedReward
 
 
 def build_scorer(options: RewardOptions, *, parts: Mapping[str, Any] | None = None) -> RewardScorer:
-    """The scorer that options describe.
+    """Build the scorer that the options describe.
 
     Args:
         options: Checked here.
         parts: What no setting can give, such as {"model": JudgeModel(...)} for `judge`; see `resolve_reward`.
 
     Raises:
-        SettingsError: An option, a name or a file is impossible.
+        SettingsError: An option, a name or a file is invalid.
         MissingExtraError: A reward needs a library that is not installed.
     """
     options.check()

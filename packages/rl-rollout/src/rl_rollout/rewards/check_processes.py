@@ -1,4 +1,4 @@
-"""Processes that judge responses with a library, which the kernel ends when one takes too long or too much memory."""
+"""Processes that judge responses with a library. The kernel ends one that exceeds its time or memory."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What a row asks of a program: cases of input and output, or assertions."""
+"""Tests of a program in a row: cases of input and output, or assertions."""
 
 import ast
 import json
@@ -36,10 +36,10 @@ class Step:
 
 
 def read_tests(ground_truth: Json) -> tuple[list[Case], list[Step]]:
-    """The tests that a ground truth describes, which are either cases or steps.
+    """Read the tests of a ground truth, which are either cases or steps.
 
     Raises:
-        DataError: It has none of the forms, no test, or text that is not Python.
+        DataError: It has an unknown form, no test, or text that is not Python.
     """
     found = _parsed(ground_truth)
     if isinstance(found, dict) and "inputs" in found and "outputs" in found:

@@ -1,4 +1,4 @@
-"""The process in which jsonschema runs, and what it does there."""
+"""The process that runs jsonschema."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Rewards that speak of a response's length in tokens alone, to be added to another reward."""
+"""Rewards that depend only on a response's length in tokens, to add to another reward."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""The process in which math-verify runs."""
+"""The process that runs math-verify."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Reads what reward functions give, and says clearly what they should not have given."""
+"""Reads the results of reward functions, and explains invalid ones."""
 
 import contextlib
 import inspect
@@ -20,7 +20,7 @@ MAX_TEXT = 2000
 
 
 def read_output(value: Any) -> RewardResult:
-    """A reward function's value as a RewardResult.
+    """Read a reward function's value as a RewardResult.
 
     Raises:
         DataError: It is not a finite number, a mapping with "reward", or a RewardResult of finite numbers

@@ -1,4 +1,4 @@
-"""What a reward function takes and gives."""
+"""Inputs and results of reward functions."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,13 +35,13 @@ class RewardInput:
     Attributes:
         prompt_uid: uid of its prompt.
         response_text: The response as text, without special tokens.
-        response_ids: [R] int32 the response as sampled.
+        response_ids: [R] int32, the response as sampled.
         messages: The prompt's messages; empty for a plain prompt, which is in columns["prompt"].
-        ground_truth: As in the row.
-        data_source: As in the row.
+        ground_truth: The row's ground truth.
+        data_source: The row's data source.
         columns: All columns of the row.
         finish_reason: Why the response ended.
-        agent: How the program ran whose last response this is; None for other loops, and for stored sessions.
+        agent: How the program with this last response ran. None for other loops and for stored sessions.
     """
 
     prompt_uid: str
@@ -57,12 +57,12 @@ class RewardInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardResult:
-    """What a response is worth.
+    """The result of a reward function.
 
     Attributes:
-        reward: The scalar that trains.
+        reward: The scalar to train on.
         components: Named parts and other measures, each reported as a metric.
-        extras: Anything else, as JSON, kept with the trajectory (such as the extracted answer).
+        extras: Any other JSON to store with the trajectory, such as the extracted answer.
     """
 
     reward: float
@@ -83,6 +83,6 @@ function with a `close` method is closed with its scorer.
 
 
 def quick(function: Callable[[RewardInput], RewardOutput]) -> Callable[[RewardInput], RewardOutput]:
-    """Mark a function that takes microseconds and cannot hang: it runs in place, with no time-out."""
+    """Mark a function that takes microseconds and cannot hang. It runs in place, without a timeout."""
     function.is_quick = True  # type: ignore[attr-defined]
     return function

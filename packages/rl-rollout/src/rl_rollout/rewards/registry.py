@@ -1,4 +1,4 @@
-"""Reward functions by name, or in the user's own files, given as `path.py:function`."""
+"""Reward functions by name, or from the user's files as `path.py:function`."""
 
 import functools
 import inspect
@@ -37,19 +37,19 @@ HOW = (
 def resolve_reward(
     reference: str, options: Mapping[str, Json] | None = None, *, parts: Mapping[str, Any] | None = None
 ) -> RewardFunction:
-    """The reward function of a name, or of `path.py:function`, with its options.
+    """Return the reward function with this name, or at `path.py:function`, with its options bound.
 
-    A class is made with the options; a function gets them as keyword arguments in each call.
+    A class is created with the options. A function gets them as keyword arguments in each call.
 
     Args:
-        reference: A name of the registry, or `path.py:function`.
+        reference: A registered name, or `path.py:function`.
         options: Options by name; secrets such as `headers` and `api_key` may refer to environment variables, "$NAME".
         parts: What no setting can give, by the option that takes it, such as {"model": JudgeModel(...)}; it is
             left out where the function has no such option.
 
     Raises:
-        SettingsError: There is no such name, file, function or option, or an option is missing or impossible.
-        MissingExtraError: It needs a library that is not installed.
+        SettingsError: The name, file, function or option does not exist, or an option is missing or invalid.
+        MissingExtraError: A required library is not installed.
     """
     found = find_in(REWARDS, reference, is_fresh=True)
     resolved = resolve_secrets({} if options is None else options, where=f"options of reward function {reference!r}")
@@ -59,10 +59,10 @@ def resolve_reward(
 def bind_options(
     function: Any, options: Mapping[str, Json], *, name: str, parts: Mapping[str, Any] | None = None
 ) -> RewardFunction:
-    """A function or a class with options bound.
+    """Bind options to a function or a class.
 
     Raises:
-        SettingsError: An option is unknown, missing or impossible, or the result is no reward function.
+        SettingsError: An option is unknown, missing or invalid, or the result is not a reward function.
     """
     is_class = inspect.isclass(function)
     known = _option_names(function, num_taken=0 if is_class else 1)
@@ -111,10 +111,10 @@ def _option_names(function: Any, *, num_taken: int) -> Mapping[str, inspect.Para
 
 
 def check_callable(function: Any, *, name: str) -> RewardFunction:
-    """Refuse what cannot be called with one RewardInput.
+    """Check that a function can be called with one RewardInput.
 
     Raises:
-        SettingsError: It is not callable, takes other arguments, or yields.
+        SettingsError: It is not callable, has other arguments, or is a generator.
     """
     if not callable(function):
         raise SettingsError(f"reward function {name!r} must be callable; found {type(function).__name__}.")

@@ -24,20 +24,20 @@ BRACE = re.compile(r"\\boxed\{|[{}]")
 
 @quick
 def exact_match(given: RewardInput) -> float:
-    """1 when the response is the ground truth, spaces at both ends aside."""
+    """Return 1 if the response equals the ground truth, ignoring spaces at both ends."""
     return float(given.response_text.strip() == str(given.ground_truth).strip())
 
 
 @quick
 def number_match(given: RewardInput) -> float:
-    """1 when the last number of the response equals the ground truth's last number."""
+    """Return 1 if the last number of the response equals the ground truth's last number."""
     found = last_number(given.response_text)
     expected = last_number(str(given.ground_truth))
     return float(found is not None and found == expected)
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last decimal number of a text, thousands separators removed."""
+    """Return the last decimal number of a text, without thousands separators."""
     last = None
     for found in NUMBER.finditer(text):
         last = last if found["script"] or found["fraction"] else found
@@ -45,7 +45,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last complete `\boxed{...}` holds, inner braces balanced."""
+    r"""Return the content of the last complete `\boxed{...}`, with inner braces balanced."""
     opened: list[tuple[int, bool]] = []
     last = (-1, -1)
     for brace in BRACE.finditer(text):

@@ -1,4 +1,4 @@
-"""Runs a reward function on the responses of a group, with deadlines, and checks what it gives."""
+"""Runs a reward function on a group's responses, with deadlines, and checks its results."""
 
 import asyncio
 import functools
@@ -28,17 +28,17 @@ NOT_WORTH_A_RETRY = (DataError, SettingsError, MissingExtraError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """Outcome of one reward call; exactly one of result and failure is set.
+    """The outcome of one reward call. Exactly one of result and failure is set.
 
     Attributes:
         result: The reward.
-        failure: Why there is none.
-        reward_s: Seconds that its calls took, all attempts and the pauses between them; waiting for a free
-            slot, or for the turn under a rate limit, does not count.
-        wait_s: Seconds until its turn came: for a free slot, under a rate limit, or behind its group's other responses.
-        num_attempts: Calls that were made.
-        failure_names: What the failure goes by in `retry_on`: "raised", "timed_out" or "bad_value", and the
-            names of the exception's classes.
+        failure: Why there is no reward.
+        reward_s: Seconds of its calls, including all attempts and the pauses between them. Waiting for a free slot or a
+            rate limit does not count.
+        wait_s: Seconds that it waited for a free slot, a rate limit, or its group's other responses.
+        num_attempts: Number of calls.
+        failure_names: Names of the failure for `retry_on`: "raised", "timed_out" or "bad_value", and the names of the
+            exception's classes.
     """
 
     result: RewardResult | None = None
@@ -50,10 +50,10 @@ class Scored:
 
 
 class RateLimit:
-    """Lets calls start at most so often; the first goes at once, each other one after its turn."""
+    """Limits the rate of call starts. The first call starts at once."""
 
     def __init__(self, calls_per_s: float) -> None:
-        """Choose the rate.
+        """Set the rate.
 
         Args:
             calls_per_s: Above 0.
@@ -62,7 +62,7 @@ class RateLimit:
         self._next_at = 0.0
 
     async def wait(self) -> None:
-        """Wait for the turn of one call."""
+        """Wait until the next call may start."""
         now = time.monotonic()
         turn_at = max(self._next_at, now)
         self._next_at = turn_at + self._interval_s
@@ -71,11 +71,10 @@ class RateLimit:
 
 
 class RewardScorer:
-    """Scores responses; a call that raises, hangs or gives no number is a failure, never a silent zero.
+    """Scores responses. A call that raises, hangs or returns no number is a failure, never a silent zero.
 
-    A quick function (see `quick`) is called in place. Another `def` runs in a thread for each group,
-    its responses one after another, so that it can be left behind when it hangs. An `async def` runs
-    for all responses at once.
+    A quick function (see `quick`) is called in place. Any other `def` runs in one thread per group, its responses one
+    after another, so that a hanging call can be abandoned. An `async def` runs for all responses at once.
     """
 
     def __init__(
@@ -87,18 +86,18 @@ class RewardScorer:
         max_calls_per_s: float | None = None,
         failures: FailurePolicy | None = None,
     ) -> None:
-        """Choose how to call the function.
+        """Store how to call the function.
 
         Args:
             function: The reward function.
-            timeout_s: Longest time of one call, None for no limit; quick functions have none.
-            max_concurrency: Threads, or async calls, at once; a function with a `max_concurrency` of its own
-                is never called more often at once.
-            max_calls_per_s: Calls that start in a second; None for no limit.
-            failures: What to do about failures; None fails the session.
+            timeout_s: Maximum seconds of one call; None sets no limit. Quick functions have none.
+            max_concurrency: Maximum number of threads or async calls at once. A function's own `max_concurrency` also
+                applies.
+            max_calls_per_s: Maximum calls per second; None sets no limit.
+            failures: How to handle failures. None fails the session.
 
         Raises:
-            SettingsError: An option is impossible.
+            SettingsError: An option is invalid.
         """
         timeout_s = NO_LIMIT_S if timeout_s is None else timeout_s
         if not timeout_s > 0 or max_concurrency < 1:
@@ -124,11 +123,11 @@ class RewardScorer:
 
     @property
     def num_scoring(self) -> int:
-        """Responses that wait for their rewards now."""
+        """Number of responses that wait for their rewards now."""
         return self._num_scoring
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Scored]:
-        """Score the responses of one group, in order; never raises for a single response."""
+        """Score the responses of one group, in order. Never raises for a single response."""
         self._num_scoring += len(inputs)
         try:
             if self._is_async:
@@ -145,9 +144,9 @@ class RewardScorer:
         return scored
 
     async def rehearse(self, prompt: Prompt) -> None:
-        """Score an empty response to a prompt, to find a broken function before models load.
+        """Score an empty response to a prompt, to find a broken function before any model loads.
 
-        A function with a `rehearse(prompt)` of its own, such as one that needs an engine, is asked for that.
+        A function with its own `rehearse(prompt)`, such as one that needs an engine, is asked for that instead.
 
         Raises:
             SettingsError: The function fails on it.
@@ -161,7 +160,7 @@ class RewardScorer:
             raise SettingsError(f"the reward fails on an empty response to the first prompt: {scored.failure}")
 
     def close(self) -> None:
-        """End the threads, and close the function if it can be closed."""
+        """Stop the threads, and close the function if it has a `close` method."""
         self._threads.close()
         close = getattr(self._function, "close", None)
         if callable(close):

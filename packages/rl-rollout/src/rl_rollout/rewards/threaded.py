@@ -1,4 +1,4 @@
-"""Threads that make blocking calls, and that can be left behind when one hangs."""
+"""Threads for blocking calls, which can be abandoned when a call hangs."""
 
 import asyncio
 import contextlib

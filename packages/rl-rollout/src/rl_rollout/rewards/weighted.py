@@ -1,4 +1,4 @@
-"""Several rewards as one: their weighted sum, with every component kept."""
+"""Combines several rewards into a weighted sum, and keeps every component."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ from rl_rollout.rewards.scorer import RewardScorer, Scored, marked
 
 
 class WeightedReward:
-    """The sum of weight times reward over parts, which are asked at once.
+    """The weighted sum of several rewards, computed concurrently.
 
-    Each part's reward is the component `name`, its components are `name/component`, its extras are under its
-    name. A part that fails, fails the whole with its name, unless its `on_failure` is "zero".
+    Each part's reward is the component `name`, its components are `name/component`, and its extras are under its name.
+    A failed part fails the whole reward, unless its `on_failure` is "zero".
     """
 
     def __init__(self, parts: Sequence[tuple[RewardPart, RewardScorer]]) -> None:
         """Join the parts.
 
         Args:
-            parts: With different names; the scorer calls a part with limits and retries of its own, and its own policy
-                must not be "zero".
+            parts: Parts with different names. The scorer applies each part's own limits and retries. A part's own
+                policy must not be "zero".
 
         Raises:
-            SettingsError: There is none, or two have the same name.
+            SettingsError: There are no parts, or two have the same name.
         """
         names = [part.label for part, _ in parts]
         if not names or len({*names}) < len(names):

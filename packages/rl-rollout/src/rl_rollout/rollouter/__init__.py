@@ -1,4 +1,4 @@
-"""The rollouter: engines, agent loop and rewards as a role that puts whole groups into a queue."""
+"""The rollouter: engines, agent loop and rewards as a role that puts complete groups into a queue."""
 
 from rl_rollout.rollouter.group_events import Dispatch, GroupEvent, Refusals, is_refused, queued_event, refusal
 from rl_rollout.rollouter.rollouter import Generate, Rollouter, RollouterOptions

@@ -1,4 +1,4 @@
-"""Groups to generate, and the outcome of them: as generated, as a filter refused them, or as the queue has them."""
+"""Groups to generate, and their outcomes: as generated, as refused by a filter, or as stored in the queue."""
 
 from rl_core.data import Prompt
 from rl_core.queue import LedgerEntry
@@ -14,9 +14,9 @@ class Dispatch:
     """A group to generate.
 
     Attributes:
-        prompt: Its prompt.
-        order: Its place in the order of issue, from 0.
-        sessions: Those that are not settled; an earlier rollouter may have settled the others.
+        prompt: The group's prompt.
+        order: Position in the order of issue, from 0.
+        sessions: Sessions that are not settled. An earlier rollouter may have settled the others.
     """
 
     prompt: Prompt
@@ -26,16 +26,16 @@ class Dispatch:
 
 @record
 class GroupEvent:
-    """Outcome of a group.
+    """The outcome of a group.
 
     Attributes:
-        uid: Its prompt.
-        oldest: Oldest version of its tokens; None where nothing was sampled.
-        newest: Newest one.
-        failure: Why no step will have it; None when it is in the queue.
-        is_refused: A filter refused it.
-        took_s: From its start to its last session.
-        started: Version that was served when it was begun.
+        uid: The prompt's uid.
+        oldest: Oldest version of its tokens; None if nothing was sampled.
+        newest: Newest version of its tokens.
+        failure: Why no step can train it; None if it is in the queue.
+        is_refused: Whether a filter refused it.
+        took_s: Seconds from its start to the end of its last session.
+        started: Policy version at its start.
     """
 
     uid: str
@@ -48,14 +48,14 @@ class GroupEvent:
 
 
 class Refusals:
-    """Filters groups, and refuses only so many under one policy version.
+    """Filters groups, up to a maximum number of refusals per policy version.
 
-    Without the bound, a policy whose groups are all alike would generate for ever. Groups that the filter would refuse
-    beyond it train.
+    Without the maximum, a policy whose groups are all alike would generate forever. Beyond it, groups that the filter
+    would refuse train.
 
     Attributes:
-        name: Of the filter.
-        num_made_up: Groups that train although the filter would have refused them.
+        name: Name of the filter.
+        num_made_up: Number of groups that train although the filter would have refused them.
     """
 
     def __init__(self, name: str, *, most: int) -> None:
@@ -63,10 +63,10 @@ class Refusals:
 
         Args:
             name: See `resolve_filter`.
-            most: Groups that may be refused under one version.
+            most: Maximum number of refused groups per version.
 
         Raises:
-            SettingsError: There is no such filter.
+            SettingsError: The filter does not exist.
         """
         self.name = name
         self._filter = resolve_filter(name)
@@ -75,11 +75,11 @@ class Refusals:
         self.num_made_up = 0
 
     def updated(self) -> None:
-        """The engines have new weights: as many may be refused again."""
+        """Reset the number of refusals after a weight update."""
         self._num_refused = 0
 
     def reason(self, group: GroupResult) -> str | None:
-        """Why a group is refused; None where it trains."""
+        """Return why a group is refused; None if it trains."""
         reason = self._filter(group) if group.trajectories else None
         if reason is None:
             return None
@@ -91,21 +91,21 @@ class Refusals:
 
 
 def refusal(name: str, reason: str) -> str:
-    """Why the sessions of a group have no rows that this filter refused."""
+    """Return the reason for which sessions of a refused group have no rows."""
     return f"{REFUSED}{name}: {reason}"
 
 
 def is_refused(entry: LedgerEntry) -> bool:
-    """True for a group whose sessions failed with a `refusal`."""
+    """Return True for a group whose sessions failed with a `refusal`."""
     return any(reason.startswith(REFUSED) for reason in entry.sessions_failed.values())
 
 
 def generated_event(group: GroupResult, *, refused: str | None) -> GroupEvent:
-    """Outcome of a group whose sessions were all generated at once.
+    """Return the outcome of a group whose sessions were all generated at once.
 
     Args:
-        group: With what was generated.
-        refused: Why a filter refused it; None where none did.
+        group: The generated group.
+        refused: Why a filter refused it; None if it did not.
     """
     versions = [t.policy_versions[t.loss_mask] for t in group.trajectories]
     return GroupEvent(
@@ -118,7 +118,7 @@ def generated_event(group: GroupResult, *, refused: str | None) -> GroupEvent:
 
 
 def queued_event(entry: LedgerEntry) -> GroupEvent | None:
-    """Outcome of a group in the queue, from any generator; None while sessions are missing."""
+    """Return the outcome of a group in the queue, from any generator. None while sessions are missing."""
     if entry.state == "settled":
         oldest, newest = entry.policy_versions or (None, None)
         return GroupEvent(uid=entry.prompt_uid, oldest=oldest, newest=newest)

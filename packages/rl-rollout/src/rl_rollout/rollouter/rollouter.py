@@ -1,4 +1,4 @@
-"""The rollouter: starts groups, puts them whole into a queue, and takes weights meanwhile."""
+"""The rollouter: starts groups, puts complete groups into a queue, and updates weights meanwhile."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ ENGINE = "engine"
 
 Generate = Callable[[], Awaitable[list[GroupResult]]]
 Stored = Callable[[Dispatch, Generate], Awaitable[StepRollouts]]
-"""Gives a group that was stored before, or has it generated and stores it."""
+"""Returns a stored group, or generates and stores it."""
 
 
 @settings_record
@@ -59,25 +59,25 @@ class RollouterOptions:
 
 
 class Rollouter:
-    """Generates what it is told to, and puts whole groups into the queue.
+    """Generates the submitted groups, and puts complete ones into the queue.
 
-    It decides nothing: its caller says what to generate, and when weights are replaced. A subclass sets
-    `engine` and `rollout`, both started, before anything else is asked.
+    Its caller decides what to generate and when to replace weights. A subclass sets `engine` and `rollout`, both
+    started, before any other call.
 
     Attributes:
-        engine: Generates; None before it is started.
-        rollout: The agent loop on the engine, with its rewards; None before it is started.
-        stored: Gives stored groups, where there are any; None generates all.
-        refusals: Filters groups; None keeps all.
-        opened: Closed in the end, before the engine.
+        engine: The engine; None before the start.
+        rollout: The agent loop on the engine, with its rewards; None before the start.
+        stored: Returns stored groups. None generates all.
+        refusals: Filters groups. None keeps all.
+        opened: Closed at the end, before the engine.
     """
 
     def __init__(self, queue: TransferQueue, options: RollouterOptions, *, put: Put | None = None) -> None:
-        """Nothing is started.
+        """Create without starting anything.
 
         Args:
-            queue: Takes what is generated.
-            options: How.
+            queue: Receives the generated groups.
+            options: The rollouter's options.
             put: See `settle`.
         """
         self._queue = queue
@@ -103,16 +103,16 @@ class Rollouter:
     async def publish(
         self, update: WeightUpdate, canary: Canary, tolerances: ProofTolerances, drain: bool = False
     ) -> PublishReport:
-        """Give an update to every engine, and prove that each serves it; a failed proof is tried once more.
+        """Send an update to every engine, and prove that each serves it. A failed proof is retried once.
 
         Args:
             update: The weights.
-            canary: What must come out.
-            tolerances: How far it may be off.
-            drain: Let each engine finish what it has first, for at most `deadline_s`.
+            canary: Prompts for the proof, with expected results.
+            tolerances: Tolerances of the proof.
+            drain: Let each engine finish its requests first, for at most `deadline_s`.
 
         Raises:
-            DeadlineError: An engine did not finish.
+            DeadlineError: An engine did not finish in time.
             WeightProofError: The second proof failed too.
         """
         engine = self._started[0]
@@ -130,11 +130,11 @@ class Rollouter:
         return report
 
     async def lacks_weights(self) -> bool:
-        """True while an engine that was started again serves nothing, because the weights that it missed are gone."""
+        """True while a restarted engine serves nothing because the weights that it missed are gone."""
         return self.engine is not None and self.engine.is_waiting_for_weights
 
     async def submit(self, dispatches: Sequence[Dispatch]) -> None:
-        """Begin to generate groups; those of one call are asked together, in order.
+        """Start to generate groups. Those of one call start together, in order.
 
         Raises:
             NotReadyError: No weights were published to it yet.
@@ -147,11 +147,11 @@ class Rollouter:
         self._spawn(self._generate(dispatches))
 
     async def events(self, *, wait_s: float) -> list[GroupEvent]:
-        """Outcome of groups since the last call; waits for the first, and gives none when the time is up.
+        """Return outcomes of groups since the last call. Waits for the first; returns none on timeout.
 
         Raises:
             DeadlineError: A group took longer than `deadline_s`.
-            Exception: What ended the generation.
+            Exception: The error that ended the generation.
         """
         async with self._news:
             try:
@@ -168,11 +168,11 @@ class Rollouter:
         return self._served.settled_version
 
     async def scores(self, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
-        """What the served policy thinks of tokens; see `ServedPolicy.scores`."""
+        """Return the served policy's scores of tokens. See `ServedPolicy.scores`."""
         return await self._served.scores(self._started[0], sequences, top_k)
 
     def take_window(self) -> tuple[RolloutWindow, Sequence[EngineLoad]]:
-        """What happened since the last call, with the present loads of the engines; the next window begins."""
+        """Return the events since the last call with the engines' current loads, and start the next window."""
         loads, window = self._started[0].loads(), self._window
         if self.refusals is not None:
             window.made_up_groups, self.refusals.num_made_up = self.refusals.num_made_up, 0
@@ -180,14 +180,14 @@ class Rollouter:
         return window, loads
 
     async def scale(self, count: int, make: Callable[[int], RolloutEngine]) -> int:
-        """Add engines or take some away, while everything goes on; gives how many there are now.
+        """Add or remove engines while requests continue. Return the new number.
 
         Args:
             count: The new number.
-            make: Makes another one, not started, by its index.
+            make: Creates another engine by its index, not started.
 
         Raises:
-            NotReadyError: None would be left.
+            NotReadyError: No engine would be left.
         """
         engine = self._started[0]
         if count < 1:
@@ -203,7 +203,7 @@ class Rollouter:
         return engine.num_replicas
 
     async def report(self) -> RoleView:
-        """What is under way, for `status` and hang diagnosis."""
+        """Report the work in progress, for `status` and hang diagnosis."""
         now, running = time.monotonic(), self._running
         loads = [] if self.engine is None else self.engine.loads()
         num_running = sum(load.num_running for load in loads)
@@ -228,14 +228,14 @@ class Rollouter:
         )
 
     async def parts(self, deadline_s: float) -> list[RoleReport]:
-        """What the engines do that have processes of their own."""
+        """Report the state of engines with their own processes."""
         if self.engine is None:
             return []
         stacks = await self.engine.stacks(deadline_s=deadline_s)
         return engine_reports(self.engine.loads(), stacks, asked_s=deadline_s)
 
     async def close(self) -> None:
-        """End what is under way, and everything that was started. Can be called twice."""
+        """Stop the work in progress, and close everything that was started. Safe to call twice."""
         tasks, self._tasks = self._tasks, set()
         for task in tasks:
             task.cancel()
@@ -246,12 +246,12 @@ class Rollouter:
             await engine.close()
 
     def say(self, event: str, /, **fields: Any) -> None:
-        """Take an event of the present window."""
+        """Add an event to the current window."""
         self._window.say(event, **fields)
 
     @contextmanager
     def waiting(self, what: str, *, on: str = "") -> Iterator[None]:
-        """Note a wait, while it lasts; where nobody is named, it is for whatever the sessions wait for."""
+        """Record a wait while it lasts. Without a name, it is for whatever the sessions wait for."""
         self._num_waits += 1
         number = self._num_waits
         self._waits[number] = Wait(what=what, on=on, since_s=time.monotonic())
@@ -309,7 +309,7 @@ class Rollouter:
                 tasks.create_task(replay(one))
 
     async def _settle(self, group: GroupResult, dispatch: Dispatch) -> None:
-        """Put a group into the queue, and tell the outcome of it."""
+        """Put a group into the queue, and report its outcome."""
         uid = group.prompt.uid
         now = time.monotonic()
         since, version = self._running.get(uid, (now, None))  # it may not have been submitted
@@ -330,7 +330,7 @@ class Rollouter:
         self._refuse_to_fail_for_ever(group)
 
     async def _event_of(self, group: GroupResult, refused: str | None, missing: frozenset[int]) -> GroupEvent:
-        """Outcome of a group; where only some sessions were missing, the queue has the others."""
+        """Return a group's outcome. If only some sessions were missing, the queue has the others."""
         if len(missing) < len(group.sessions):
             for entry in await asyncio.to_thread(self._queue.ledger):
                 if entry.prompt_uid == group.prompt.uid and (event := queued_event(entry)) is not None:
@@ -338,7 +338,7 @@ class Rollouter:
         return generated_event(group, refused=refused)
 
     def _refuse_to_fail_for_ever(self, group: GroupResult) -> None:
-        """End the run where nothing succeeds any more: other prompts would be used up one after the other."""
+        """End the run when every group fails, which would otherwise use up one prompt after another."""
         self._num_failed = 0 if group.trajectories else self._num_failed + 1
         if self._num_failed >= self._options.max_failures:
             raise RolloutError(
@@ -368,17 +368,17 @@ class Rollouter:
 
 
 def awaited_outside(rollout: Rollout) -> str:
-    """What sessions wait for while no engine works on them."""
+    """Return what sessions wait for while no engine works on them."""
     return f"the reward {rollout.scorer.name}" if rollout.scorer.num_scoring else "tools"
 
 
 def engine_reports(loads: Sequence[EngineLoad], stacks: dict[int, str], *, asked_s: float) -> list[RoleReport]:
-    """Each engine that has a process of its own.
+    """Report each engine with its own process.
 
     Args:
-        loads: Of all engines.
-        stacks: By the engine's index; the others are in the rollouter's process.
-        asked_s: How long one that does not answer has not, at least.
+        loads: Loads of all engines.
+        stacks: Stacks by engine index. Other engines run in the rollouter's process.
+        asked_s: Minimum seconds that a silent engine has not answered.
     """
     return [
         process_report(

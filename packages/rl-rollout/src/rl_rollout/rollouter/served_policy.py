@@ -1,4 +1,4 @@
-"""The policy that engines serve: which version, and what that one thinks of tokens."""
+"""The policy that engines serve: its version, and its scores of tokens."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -9,16 +9,16 @@ from rl_core.record_fields import record
 from rl_rollout.engines.protocol import RolloutEngine, TokenScores
 
 TRIES = 3
-"""How often tokens are scored again because the weights were replaced meanwhile."""
+"""Maximum number of retries when weights are replaced during scoring."""
 
 
 @record
 class PolicyScores:
-    """What a policy thinks of sequences.
+    """A policy's scores of sequences.
 
     Attributes:
-        version: Of its weights.
-        scores: One a sequence; none at all where nobody can tell.
+        version: Version of its weights.
+        scores: One entry per sequence. Empty if scores are unavailable.
     """
 
     version: int
@@ -28,13 +28,13 @@ class PolicyScores:
 async def policy_scores(
     engine: RolloutEngine, sequences: Sequence[IntArray], top_k: int, *, version: int
 ) -> PolicyScores:
-    """What an engine thinks of sequences, which gives as many likeliest tokens as it can, up to top_k.
+    """Score sequences with an engine, with as many top tokens as it supports, up to top_k.
 
     Args:
         engine: Serves the policy.
         sequences: [T] int32 each.
-        top_k: Likeliest tokens to ask for.
-        version: Of the weights that it serves.
+        top_k: Number of top tokens to request.
+        version: Version of its weights.
     """
     top_k = min(top_k, engine.traits.max_top_k)
     scores = await engine.score_top_k(sequences, top_k=top_k) if top_k > 0 else ()
@@ -42,14 +42,14 @@ async def policy_scores(
 
 
 class ServedPolicy:
-    """Knows when the engines' weights are replaced.
+    """Tracks when the engines' weights are replaced.
 
     Attributes:
-        version: That the engines serve; `NO_VERSION` before the first.
+        version: Version that the engines serve; `NO_VERSION` before the first.
     """
 
     def __init__(self) -> None:
-        """Nothing is served yet."""
+        """Start without a version."""
         self.version = NO_VERSION
         self._num_changes = 0
         self._is_settled = asyncio.Event()
@@ -57,12 +57,12 @@ class ServedPolicy:
 
     @property
     def settled_version(self) -> int | None:
-        """The version that all engines serve; None while they take another one."""
+        """The version that all engines serve; None during a weight update."""
         return self.version if self._is_settled.is_set() else None
 
     @contextmanager
     def changing(self, version: int) -> Iterator[None]:
-        """While the engines take a version, one after the other."""
+        """Context in which the engines switch to a version, one after the other."""
         self._is_settled.clear()
         self._num_changes += 1
         try:
@@ -72,7 +72,10 @@ class ServedPolicy:
             self._is_settled.set()
 
     async def scores(self, engine: RolloutEngine, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
-        """What one version thinks of tokens; no scores where each try met new weights, or the engine gives none."""
+        """Score tokens with a single version.
+
+        No scores if weights changed during every attempt, or the engine has none.
+        """
         for _ in range(TRIES):
             await self._is_settled.wait()
             version, num_changes = self.version, self._num_changes

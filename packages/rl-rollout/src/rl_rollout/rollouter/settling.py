@@ -1,4 +1,4 @@
-"""Whole groups into the queue, by the sessions that it still lacks."""
+"""Puts complete groups into the queue, limited to the sessions that it still lacks."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -7,7 +7,7 @@ from rl_core.data import Prompt, Trajectory
 from rl_rollout.rollout import GroupResult
 
 Put = Callable[[Sequence[tuple[Prompt, Trajectory]]], None]
-"""Puts trajectories, each with its prompt, into a queue at once."""
+"""Puts trajectories into a queue at once, each with its prompt."""
 
 
 def settle(
@@ -18,14 +18,14 @@ def settle(
     only: Collection[int] | None = None,
     refused: str | None = None,
 ) -> None:
-    """Settle the sessions of groups in the queue: their trajectories at once, and those that failed with their reasons.
+    """Settle sessions in the queue: all trajectories at once, and failed sessions with their reasons.
 
     Args:
-        queue: Where to.
-        groups: Whole groups.
-        put: Puts the trajectories; None puts them with the columns that they have.
-        only: Sessions that are still to be settled; None settles all.
-        refused: Why no session may train; None if they may.
+        queue: The queue.
+        groups: Complete groups.
+        put: Puts the trajectories. None puts them with their present columns.
+        only: Sessions to settle. None settles all.
+        refused: Why no session may train. None if they may.
     """
     if put is None:
         put = lambda pairs: queue.put_batch(Batch.from_trajectories([row for _, row in pairs]))

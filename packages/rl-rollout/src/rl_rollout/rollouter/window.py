@@ -1,4 +1,4 @@
-"""What a rollouter did since it was last asked, as plain values."""
+"""The events of a rollouter since the last query, as plain values."""
 
 import time
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from rl_rollout.rollout import GroupResult
 
 @dataclass(slots=True, kw_only=True)
 class RolloutWindow:
-    """What happened between two looks.
+    """The events between two queries.
 
     Attributes:
-        loads: Of the engines at its begin, since they were started.
-        began: When it began, on the monotonic clock.
+        loads: Total engine loads at the window's start.
+        began: Start time, on the monotonic clock.
         events: Each with its name as "event", for a run's log.
-        groups: Those that settled, with the sessions that failed.
-        trajectories: Of the groups that settled.
-        took_s: Seconds of each group from its start to its last session.
-        num_replayed: Groups that came from a skip cache.
-        failed_sessions: Sessions that failed.
-        refused_groups: Groups that a filter refused.
-        made_up_groups: Groups that a filter would have refused, and that train all the same.
+        groups: Settled groups, including failed sessions.
+        trajectories: Trajectories of the settled groups.
+        took_s: Seconds per group, from its start to the end of its last session.
+        num_replayed: Number of groups from a skip cache.
+        failed_sessions: Number of failed sessions.
+        refused_groups: Number of groups that a filter refused.
+        made_up_groups: Number of groups that train although a filter would have refused them.
     """
 
     loads: Sequence[EngineLoad] = ()
@@ -39,11 +39,11 @@ class RolloutWindow:
     made_up_groups: int = 0
 
     def say(self, event: str, /, **fields: Any) -> None:
-        """Take an event."""
+        """Add an event."""
         self.events.append({"event": event, **fields})
 
     def add(self, group: GroupResult, *, took_s: float, is_refused: bool, is_replayed: bool) -> None:
-        """Take a group that has settled."""
+        """Add a settled group."""
         self.took_s.append(took_s)
         self.groups.append(group)
         self.trajectories.extend(group.trajectories)

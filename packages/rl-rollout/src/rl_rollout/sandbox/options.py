@@ -1,4 +1,4 @@
-"""What a sandbox lets a program do and take, and the outcome of the program."""
+"""Limits of a sandbox, and the outcome of its program."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Literal

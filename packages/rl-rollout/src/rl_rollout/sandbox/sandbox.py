@@ -1,4 +1,4 @@
-"""Runs programs that nobody trusts, each in processes of its own under limits."""
+"""Runs untrusted programs, each in its own processes with limits."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""The system calls that a sandboxed program is refused, as a seccomp filter."""
+"""The system calls that a sandboxed program may not make, as a seccomp filter."""
 
 import errno
 import platform

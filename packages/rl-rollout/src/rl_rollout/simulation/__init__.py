@@ -1,4 +1,4 @@
-"""The trainer's schedule on a virtual clock: the same `Scheduler`, with engines and a learner that only take time."""
+"""The trainer's schedule on a virtual clock: the same `Scheduler`, with simulated engines and learner."""
 
 from rl_rollout.simulation.asynchronous import Policy, simulate_async
 from rl_rollout.simulation.lengths import GroupLengths

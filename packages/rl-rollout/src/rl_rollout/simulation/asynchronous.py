@@ -1,4 +1,4 @@
-"""The asynchronous trainer in simulated time: `Scheduler` decides, engines and learner take their seconds."""
+"""The asynchronous trainer in simulated time: the real `Scheduler`, with simulated engines and learner."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ from rl_rollout.simulation.workload import Workload
 
 @settings_record
 class Policy:
-    """How the asynchronous trainer is set.
+    """Settings of the asynchronous trainer.
 
     Attributes:
-        max_staleness: In versions.
-        sync_every: Learner's steps of a version.
+        max_staleness: Maximum staleness, in versions.
+        sync_every: Learner steps per version.
         partial_rollout: Responses continue under new weights; else a weight update waits for those that were started.
     """
 
@@ -300,5 +300,5 @@ class AsyncSimulation:
 
 
 def simulate_async(workload: Workload, cluster: Cluster, policy: Policy, *, num_versions: int, seed: int) -> Outcome:
-    """Run versions of the asynchronous trainer; see `AsyncSimulation`."""
+    """Simulate versions of the asynchronous trainer. See `AsyncSimulation`."""
     return AsyncSimulation(workload, cluster, policy, num_versions=num_versions, seed=seed).run()

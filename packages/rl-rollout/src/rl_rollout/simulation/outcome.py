@@ -1,4 +1,4 @@
-"""What a simulated run was: its times, and the time that no schedule could beat."""
+"""The result of a simulated run: its times, and a lower bound for any schedule."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from rl_rollout.simulation.workload import Workload
 
 @settings_record
 class Cluster:
-    """Who has how many GPUs.
+    """Numbers of GPUs for rollouts and training.
 
     Attributes:
-        rollout_gpus: That generate.
-        train_gpus: That train.
+        rollout_gpus: Number of GPUs that generate.
+        train_gpus: Number of GPUs that train.
         is_colocated: The same GPUs do both, in turns; then both numbers are all of them.
     """
 

@@ -1,4 +1,4 @@
-"""The published table beside what the simulation gives for its rows."""
+"""Compares a published table with simulations of its rows."""
 
 import tomllib
 from dataclasses import dataclass, replace

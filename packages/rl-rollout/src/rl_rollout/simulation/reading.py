@@ -1,4 +1,4 @@
-"""Workloads from TOML: those that ship, and a user's own."""
+"""Reads workloads from TOML: built-in ones, and the user's."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -15,25 +15,25 @@ SHIPPED = files("rl_rollout.simulation") / "workloads"
 
 
 def built_in_workload(name: str = BUILT_IN) -> Workload:
-    """The workload of this name that ships."""
+    """Return the built-in workload with this name."""
     return parse_workload((SHIPPED / f"{name}.toml").read_text(encoding="utf-8"), where=f"{name}.toml")
 
 
 @converts_arguments
 def read_workload(file: Path) -> Workload:
-    """A user's workload.
+    """Read a user's workload.
 
     Raises:
-        SettingsError: The file cannot be read, is no TOML, or says something that cannot be.
+        SettingsError: The file cannot be read, is not TOML, or has an invalid value.
     """
     return _workload(read_toml(file, error=SettingsError), where=str(file))
 
 
 def parse_workload(text: str, *, where: str) -> Workload:
-    """A workload from TOML.
+    """Parse a workload from TOML.
 
     Raises:
-        SettingsError: It is no TOML, or says something that cannot be.
+        SettingsError: It is not TOML, or has an invalid value.
     """
     return _workload(parse_toml(text, where=where, error=SettingsError), where=where)
 

@@ -1,4 +1,4 @@
-"""Which split of the GPUs is fastest, and which staleness is enough."""
+"""Finds the fastest split of the GPUs, and a sufficient staleness."""
 
 from collections.abc import Iterable, Sequence
 

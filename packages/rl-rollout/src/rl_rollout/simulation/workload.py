@@ -1,4 +1,4 @@
-"""What is simulated: the batch, lengths of responses, and what everything costs in seconds."""
+"""The simulated workload: the batch, the lengths of responses, and all costs in seconds."""
 
 import math
 from dataclasses import field

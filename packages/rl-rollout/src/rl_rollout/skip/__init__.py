@@ -1,4 +1,4 @@
-"""Skip caches: rollouts are stored as they are made, and returned in place of new ones. Loads no zarr."""
+"""Skip caches store rollouts, and return them instead of generating new ones. Importing this loads no zarr."""
 
 from rl_rollout.skip.cache import SkipCache, StepRollouts
 from rl_rollout.skip.entry_folder import open_folder

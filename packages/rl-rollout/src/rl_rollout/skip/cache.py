@@ -1,4 +1,4 @@
-"""The skip cache: gives stored rollouts back in place of new ones, and stores new ones."""
+"""The skip cache: returns stored rollouts instead of generating, and stores new ones."""
 
 import asyncio
 import time
@@ -26,20 +26,20 @@ SEARCH_DEADLINE_S = 120.0
 TRAIN = "train"
 
 OnEvent = Callable[..., None]
-"""Takes an event's name and its fields, such as `EventLog.write`."""
+"""Receives an event's name and fields, for example `EventLog.write`."""
 Generate = Callable[[], Awaitable[Sequence[GroupResult]]]
 
 
 @record
 class StepRollouts:
-    """Rollouts of a step, and where they come from.
+    """The rollouts of a step, and their source.
 
     Attributes:
-        groups: As they were generated, or as they were stored.
-        source: The entry that they were loaded from; None where they were generated now.
-        load_s: Seconds that loading took; 0 where they were generated now.
-        generate_s: Seconds that their generation took, whenever it was.
-        differences: What of the entry's circumstances is not as it is now, and was accepted.
+        groups: The generated or stored groups.
+        source: The entry that they were loaded from; None if they were generated now.
+        load_s: Seconds of loading; 0 if they were generated now.
+        generate_s: Seconds of their generation, now or earlier.
+        differences: Accepted differences between the entry's circumstances and the current ones.
     """
 
     groups: tuple[GroupResult, ...]
@@ -50,12 +50,12 @@ class StepRollouts:
 
     @property
     def is_replayed(self) -> bool:
-        """True when nothing was generated."""
+        """True if nothing was generated."""
         return self.source is not None
 
 
 class SkipCache:
-    """Serves the steps that its options select; several runs may share its directory."""
+    """Serves the steps that its options select. Several runs may share its directory."""
 
     def __init__(self, options: SkipOptions, *, on_event: OnEvent | None = None) -> None:
         """Name the directory, and remove what writers left there that died.
@@ -89,10 +89,10 @@ class SkipCache:
         return self._lazy_store
 
     def serves(self, key: EntryKey) -> bool:
-        """True when rollouts of this key may come from the cache, and are stored in it.
+        """Return True if rollouts of this key may come from the cache and are stored in it.
 
-        What is not of kind "train" is served only where the options have `validation`; a key of step 0, before the
-        first step, goes with step 1.
+        Kinds other than "train" are served only if the options have `validation`. A key of step 0, before the first
+        step, counts as step 1.
         """
         is_kind = key.kind == TRAIN or self._options.validation
         return self._options.enabled and is_kind and max(key.step, 1) in self._steps
@@ -100,19 +100,19 @@ class SkipCache:
     async def rollouts(
         self, key: EntryKey, prompts: Sequence[Prompt], circumstances: Circumstances, generate: Generate
     ) -> StepRollouts:
-        """Stored rollouts, or new ones, which are then stored.
+        """Return stored rollouts, or generate new ones and store them.
 
         Args:
-            key: Which rollouts. Calls with different keys may overlap.
-            prompts: What would be generated now; of a replay none of them is used but to compare.
-            circumstances: Of what would be generated now.
-            generate: Makes the rollouts.
+            key: Key of the rollouts. Calls with different keys may overlap.
+            prompts: Current prompts. A replay only compares them.
+            circumstances: Current circumstances.
+            generate: Generates the rollouts.
 
         Raises:
-            CacheMismatchError: The entry was made otherwise, and `on_mismatch` is "error".
-            BrokenEntryError: The entry is not whole, and `on_broken` is "error".
+            CacheMismatchError: The entry has other circumstances, and `on_mismatch` is "error".
+            BrokenEntryError: The entry is incomplete, and `on_broken` is "error".
             CacheError: New rollouts could not be stored.
-            DataError: A prompt, or a part of the circumstances, is no JSON.
+            DataError: A prompt, or a part of the circumstances, is not JSON.
         """
         if not self.serves(key):
             return await _generated(generate)

@@ -1,4 +1,4 @@
-"""What rollouts were made of, and how two such descriptions differ."""
+"""Describes the origin of rollouts, and compares two such descriptions."""
 
 import hashlib
 import importlib.metadata
@@ -52,12 +52,12 @@ class Circumstances:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One thing in which two fingerprints differ.
+    """A difference between two fingerprints.
 
     Attributes:
-        name: Such as "sampling.temperature".
-        stored: What the entry has, in words.
-        live: What there is now, in words.
+        name: Dotted name, such as "sampling.temperature".
+        stored: The entry's value, in words.
+        live: The current value, in words.
     """
 
     name: str
@@ -71,15 +71,15 @@ class Difference:
 def make_fingerprint(
     circumstances: Circumstances, prompts: Sequence[Prompt], *, columns: Mapping[str, str]
 ) -> dict[str, Json]:
-    """A fingerprint as plain JSON.
+    """Return a fingerprint as plain JSON.
 
     Args:
-        circumstances: What made the rollouts.
-        prompts: In order.
+        circumstances: Origin of the rollouts.
+        prompts: The prompts, in order.
         columns: dtype of each stored column.
 
     Raises:
-        DataError: A part of it, or a prompt, is no JSON; the message names it.
+        DataError: A part of it, or a prompt, is not JSON. The message names it.
     """
     found: dict[str, Json] = {
         **asdict(circumstances),

@@ -1,7 +1,7 @@
 """Entries on a local disk.
 
-An entry is built aside, flushed to the disk and renamed into its place, so that it is there whole or not at all. A
-writer holds a lock on what it builds; what has no lock was left by one that died, and goes.
+A writer builds an entry in a temporary folder, flushes it to disk and renames it, so that it appears complete or not at
+all. The writer locks what it builds. Folders without a lock were left by a dead writer, and are removed.
 """
 
 import contextlib

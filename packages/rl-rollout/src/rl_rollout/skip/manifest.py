@@ -1,4 +1,4 @@
-"""The manifest of an entry: what it holds, of what it was made, and the checksum of every file."""
+"""The manifest of an entry: its content, its origin, and the checksum of every file."""
 
 import hashlib
 import json

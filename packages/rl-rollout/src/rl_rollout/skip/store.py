@@ -1,4 +1,4 @@
-"""Entries of a skip cache: written whole, and read only when they are complete."""
+"""Entries of a skip cache: written atomically, and read only when complete."""
 
 import secrets
 import time

@@ -1,4 +1,4 @@
-"""What `rl-rollout cache` finds, as text for a terminal, which nothing in an entry can garble."""
+"""Formats the results of `rl-rollout cache` for a terminal, safe from control characters in entries."""
 
 import json
 import math

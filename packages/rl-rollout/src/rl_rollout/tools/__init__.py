@@ -1,4 +1,4 @@
-"""Tools: what a model may call, how its calls are read, and how they are run."""
+"""Tools: callable by a model, with parsers that read its calls and runners that execute them."""
 
 from rl_rollout.tools.function import FunctionTool, tool
 from rl_rollout.tools.mcp_options import McpServerOptions

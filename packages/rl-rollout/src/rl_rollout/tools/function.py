@@ -12,9 +12,7 @@ from rl_rollout.tools.signatures import Signature
 
 
 class FunctionTool:
-    """A function that a model may call; see `tool`.
-
-    Calling the object calls the function, as if it were not decorated.
+    """A function that a model may call. See `tool`.
 
     Attributes:
         name: See `Tool.name`.
@@ -75,19 +73,19 @@ def tool(
 def tool(
     function: Callable[..., Any] | None = None, /, *, name: str | None = None, description: str | None = None
 ) -> Any:
-    """Make a tool of a `def` or an `async def`; used as `@tool` or `@tool(name="...")`.
+    """Create a tool from a `def` or an `async def`. Use it as `@tool` or `@tool(name="...")`.
 
-    The schema comes from the signature: str, int, float, bool, list, dict, Literal, dataclasses, unions, defaults.
-    The description is what the docstring says before its first section; `Args:` describes each parameter. A text is
-    given to the model as it stands, anything else as JSON.
+    The schema comes from the signature: str, int, float, bool, list, dict, Literal, dataclasses, unions, defaults. The
+    description is the docstring before its first section; `Args:` describes each parameter. A text result goes to the
+    model unchanged, any other result as JSON.
 
     Args:
-        function: The function; it may block when it is a `def`, which runs in a thread.
-        name: What the model calls it; the function's own name by default.
+        function: The function. A `def` runs in a thread, so it may block.
+        name: Name for the model; by default, the function's own.
         description: Replaces the docstring's.
 
     Raises:
-        SettingsError: A parameter has no type, or one that JSON cannot hold.
+        SettingsError: A parameter has no type, or one that JSON cannot represent.
         MissingExtraError: pydantic is not installed.
     """
     if function is not None:

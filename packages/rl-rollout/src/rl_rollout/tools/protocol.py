@@ -1,4 +1,4 @@
-"""What a tool is, what a model asks of it, and what it gets back."""
+"""Protocol of tools, calls and results."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -14,16 +14,16 @@ CallOutcome = Literal[
 
 
 class Tool(Protocol):
-    """Something that a model may call."""
+    """A tool that a model may call."""
 
     @property
     def name(self) -> str:
-        """The name that the model calls it by."""
+        """Name for the model."""
         ...
 
     @property
     def description(self) -> str:
-        """What it is for, in the model's words."""
+        """Purpose of the tool, described to the model."""
         ...
 
     @property
@@ -32,11 +32,10 @@ class Tool(Protocol):
         ...
 
     async def call(self, arguments: Mapping[str, Json]) -> str:
-        """Run once.
+        """Run one call.
 
-        Whatever it raises goes back to the model as text: a DataError as wrong arguments, a ToolError in its own
-        words, anything else with its type.
-        A cancelled call is a call that took too long.
+        The model gets any exception as text: a DataError as invalid arguments, a ToolError with its own message, and
+        others with their type. A call that times out is cancelled.
         """
         ...
 
@@ -46,9 +45,9 @@ class ToolCall:
     """One call that a model wrote.
 
     Attributes:
-        name: Of the tool; may be empty where the call could not be read.
-        arguments: What to call it with.
-        fault: Why the call could not be read, told to the model; None when it could.
+        name: Name of the tool; may be empty if the call is unreadable.
+        arguments: Arguments of the call.
+        fault: Why the call is unreadable, for the model; None if it is readable.
     """
 
     name: str
@@ -58,11 +57,11 @@ class ToolCall:
 
 @record
 class ToolResult:
-    """Outcome of a call.
+    """The outcome of a call.
 
     Attributes:
         call: The call.
-        text: What the model reads.
+        text: Text for the model.
         outcome: How it ended.
     """
 
@@ -72,11 +71,11 @@ class ToolResult:
 
     @property
     def is_error(self) -> bool:
-        """True when the model gets an error's text instead of a result."""
+        """True if the model gets an error instead of a result."""
         return self.outcome not in ("ok", "truncated")
 
 
 def tool_schema(tool: Tool) -> dict[str, Json]:
-    """A tool as chat templates take it: `{"type": "function", "function": {...}}`."""
+    """Return a tool's schema for chat templates: `{"type": "function", "function": {...}}`."""
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""Runs the calls of a turn: at once, with deadlines, and never with an exception."""
+"""Runs the calls of a turn concurrently, with deadlines, and without raising."""
 
 import asyncio
 from collections.abc import Sequence

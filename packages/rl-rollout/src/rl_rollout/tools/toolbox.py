@@ -1,4 +1,4 @@
-"""Tools by name: from packages, from the user's files, from MCP servers."""
+"""Tools by name, from packages, the user's files and MCP servers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -65,11 +65,13 @@ class ToolBox:
 
 
 def resolve_tool(reference: str) -> Tool:
-    """The tool of a name, or of `path.py:function`; a plain function becomes one, a class is made without arguments.
+    """Return the tool with this name, or at `path.py:function`.
+
+    Converts a function, and creates a class without arguments.
 
     Raises:
-        SettingsError: There is no such name, file or function, or it is no tool.
-        MissingExtraError: It needs a library that is not installed.
+        SettingsError: The name, file or function does not exist, or is not a tool.
+        MissingExtraError: A required library is not installed.
     """
     found = find_in(TOOLS, reference)
     if isinstance(found, type):
@@ -82,5 +84,5 @@ def resolve_tool(reference: str) -> Tool:
 
 
 def resolve_tools(references: Sequence[str]) -> list[Tool]:
-    """Several tools; see `resolve_tool`."""
+    """Return several tools. See `resolve_tool`."""
     return [resolve_tool(reference) for reference in references]

@@ -1,1 +1,1 @@
-"""What agents speak: each API's requests as asks, and answers in its words, whole or as they come."""
+"""The APIs of agents: converts each API's requests, and writes answers in its format, complete or streamed."""

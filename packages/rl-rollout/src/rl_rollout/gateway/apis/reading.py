@@ -1,4 +1,4 @@
-"""What requests of all APIs have in common, as the gateway reads it."""
+"""Reads the fields that requests of all APIs have in common."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Answers as server-sent events, whichever API they go out by."""
+"""Answers as server-sent events, for all APIs."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Protocol

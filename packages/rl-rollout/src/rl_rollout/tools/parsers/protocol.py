@@ -1,4 +1,4 @@
-"""How the calls in a model's text are read."""
+"""Protocol of the parsers that read calls from a model's text."""
 
 import json
 from collections.abc import Mapping
