@@ -144,8 +144,8 @@ def findings(files: Sequence[str]) -> list[tuple[str, int, str, str, str]]:
         for lint in reports.get(path.name, []):
             _, file, number = lines[lint["line"] - 1]
             text, rule = " ".join(lint["matched_text"].split()), lint["rule"].rstrip(string.digits)
-            word = text.lower().rstrip(".").removesuffix("'s")
-            if rule != "SpellCheck" or (word not in known and len(word) > 1):
+            words = text.lower().rstrip(".").removesuffix("'s").split()
+            if rule != "SpellCheck" or any(word not in known and len(word) > 1 for word in words):
                 found.append((file, number, rule, text, lint["message"]))
     return sorted(found)
 
