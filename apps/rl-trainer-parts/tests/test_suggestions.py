@@ -1,5 +1,8 @@
 """What is suggested for a name that is no setting."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from rl_trainer_parts.settings.fields import setting_fields
@@ -51,3 +54,42 @@ def test_nothing_is_suggested_where_nothing_is_near() -> None:
 
 def test_what_other_libraries_call_settings_leads_to_some() -> None:
     assert set(OTHER_NAMES.values()) <= set(KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("rollout.n", "rollout.group_size"),
+        ("actor_rollout_ref.rollout.n", "rollout.group_size"),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "prompts.validation_samples"),
+        ("actor_rollout_ref.rollout.temperature", "rollout.temperature"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "engine.tensor_parallel_size"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "parallel.tensor"),
+        ("actor_rollout_ref.actor.optim.lr", "learner.learning_rate"),
+        ("critic.optim.lr", "critic.learning_rate"),
+        ("critic.model.path", "critic.path"),
+        ("beta", "algorithm.kl_coefficient"),
+        ("distilation.beta", "distillation.beta"),
+        ("gpu_memory_utilization", "engine.gpu_memory_utilization"),
+    ],
+)
+def test_names_of_verl_and_trl_lead_to_ours_whatever_their_section(name: str, suggested: str) -> None:
+    assert suggest(name, KNOWN).startswith(f" Did you mean '{suggested}'")
+
+
+def test_resuming_is_an_option() -> None:
+    assert (
+        suggest("trainer.resume_mode", KNOWN) == suggest("resume_from_checkpoint", KNOWN) == " Did you mean --resume?"
+    )
+
+
+def test_the_guide_for_users_of_verl_names_the_settings_that_are_suggested() -> None:
+    guide = Path(__file__).parents[3] / "docs" / "guides" / "from-verl.md"
+    rows = [line.split("|")[1:4] for line in guide.read_text().splitlines() if line.count("|") == 4]
+    pairs = [
+        (name, re.findall(r"`([^`]+)`", row[2])[0])
+        for row in rows
+        for name in re.findall(r"`([^`]+)`", "|".join(row[:2]))
+    ]
+    assert len(pairs) > 40
+    assert [(name, ours) for name, ours in pairs if f"'{ours}'" not in suggest(name, KNOWN) and name != ours] == []
