@@ -227,7 +227,7 @@ def test_a_dry_run_starts_nothing_and_writes_nothing(run: TinyRun, capsys: pytes
     assert train_here(run, "--dry-run") == 0
     said = capsys.readouterr().out
     assert "4 prompts x 4 sessions = 16 trajectories" in said
-    assert "32 to train on, 4 to test at both ends" in said
+    assert "32 to train on, 4 to test at the start and the end" in said
     assert not (run.folder / "runs").exists()
 
 
@@ -246,7 +246,7 @@ def test_a_dry_run_says_what_the_prompts_are(run: TinyRun, capsys: pytest.Captur
     said = capsys.readouterr().out
     assert "prompts    messages, written by the chat template; the longest has 6 tokens" in said
     assert "note:" not in said
-    assert "a response ends at token 1\n" in said
+    assert "responses end at token 1\n" in said
 
 
 def test_a_model_without_an_end_token_is_told_of(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,7 +255,7 @@ def test_a_model_without_an_end_token_is_told_of(run: TinyRun, capsys: pytest.Ca
             file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": None}))
     assert train_here(run, "--dry-run") == 0
     said = capsys.readouterr().out
-    assert "a response ends at token none\n" in said
+    assert "responses end at token none\n" in said
     assert f"note: {run.folder / 'policy'} names no end token, so that every response goes on until it is cut" in said
 
 

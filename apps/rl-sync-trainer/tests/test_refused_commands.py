@@ -55,6 +55,10 @@ def test_a_model_that_does_not_load_leaves_no_run(run: TinyRun, capsys: pytest.C
             f"error: unknown command 'status'; {KNOWN} See how a run goes with `rl-metrics",
         ),
         (
+            ["check-machine", "--jason"],
+            "error: unknown option --jason; known: --json. Did you mean '--json'?\n",
+        ),
+        (
             ["trian"],
             f"error: unknown command 'trian'; {KNOWN} Did you mean 'train'?",
         ),

@@ -149,6 +149,7 @@ def test_a_healthy_machine_has_nothing_wrong() -> None:
         ),
         (HEALTHY, Needs(libraries=RUN.libraries, model_problems=("policy.path: gone",)), "model", "problem", "gone"),
         (HEALTHY, replace(RUN, cpus=9.0), "cpus", "problem", "8; the settings set 9 aside"),
+        (HEALTHY, replace(RUN, processes=9), "processes", "warning", "9 processes on 8 CPUs: "),
         (HEALTHY, replace(RUN, gpus=4.0), "gpus", "problem", "0; the settings set 4 aside"),
         (replace(HEALTHY, memory=small()), ANY_RUN, "memory", "warning", "62.9 MB of 67.1 MB free"),
         (
@@ -172,7 +173,7 @@ def test_a_healthy_machine_has_nothing_wrong() -> None:
         (replace(HEALTHY, taken_ports=(6379,)), RUN, "ports", "warning", "6379 in use"),
         (
             replace(HEALTHY, taken_ports=(6379,), ray_heads={7: "2.55.0"}),
-            RUN,
+            replace(RUN, uses_ray=True),
             "ray cluster",
             "warning",
             "a cluster of Ray 2.55.0 runs here (process 7), and this environment has 2.60.0, which cannot join it",
@@ -187,6 +188,18 @@ def test_what_is_wrong_is_the_only_finding(machine: Machine, needs: Needs, name:
     (found,) = wrong(machine, needs)
     assert (found.name, found.state) == (name, state)
     assert says in found.found
+
+
+def test_a_ray_cluster_matters_to_a_run_with_ray() -> None:
+    machine = replace(HEALTHY, ray_heads={7: "2.60.0"})
+    for needs in (ANY_RUN, RUN):
+        assert "ray cluster" not in {check.name for check in judge_machine(machine, needs)}
+        with_ray = {check.name: check.found for check in judge_machine(machine, replace(needs, uses_ray=True))}
+        assert with_ray["ray cluster"] == "a cluster of Ray 2.60.0 runs here (process 7)"
+
+
+def test_processes_may_outnumber_cpus_beside_gpus() -> None:
+    assert "processes" not in {check.name for check in judge_machine(ON_GPUS, replace(RUN, processes=9))}
 
 
 def gpu_findings(machine: Machine, needs: Needs = ANY_RUN) -> dict[str, Check]:
@@ -295,8 +308,15 @@ def test_needs_by_hand(tmp_path: Path) -> None:
     assert light.disk == 3 * 14 * PARAMETERS
     spread = needs(cluster={"kind": "process", "cpus_per_rank": 2.0}, parallel={"ranks": 2, "tensor": 2})
     assert (spread.cpus, spread.memory) == (4.0, 2 * spread.rank + 4 * PARAMETERS + 2**30)
+    assert (plain.processes, spread.processes) == (1, 2)
+    wide = needs(engine={"tensor_parallel_size": 8})
+    assert wide.processes == 9
+    many = {"replicas": {"count": 4}, "rollout": {"placement": "process"}, "engine": {"tensor_parallel_size": 2}}
+    many |= {"parallel": {"ranks": 8}, "cluster": {"kind": "process"}}
+    assert needs(**many).processes == needs(**many, policy={"path": tmp_path / "nowhere"}).processes == 16
     joined = needs(cluster={"kind": "ray", "ray_address": "head:6379", "gpus_per_rank": 1.0})
-    assert (joined.ray_address, joined.gpus, joined.memory) == ("head:6379", 0.0, 0)
+    assert (joined.ray_address, joined.gpus, joined.memory, joined.processes) == ("head:6379", 0.0, 0, 0)
+    assert (joined.uses_ray, plain.uses_ray) == (True, False)
     assert "ray" in joined.libraries
     gone = needs(policy={"path": tmp_path / "nowhere"})
     assert gone.model_problems[0].startswith(f"policy.path: {tmp_path / 'nowhere'} does not exist")

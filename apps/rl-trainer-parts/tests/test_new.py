@@ -10,6 +10,7 @@ from rl_async_trainer.settings import AsyncSettings
 from rl_core.errors import SettingsError
 from rl_rollout.rewards import RewardInput, resolve_reward
 from rl_trainer_parts.checks.all_checks import check_settings
+from rl_trainer_parts.checks.model_folder import missing_path
 from rl_trainer_parts.commands.new import new, starter_values
 from rl_trainer_parts.settings.fields import setting_fields
 from rl_trainer_parts.settings.schema import Settings
@@ -60,12 +61,33 @@ def test_the_first_error_is_the_model_alone() -> None:
     assert "`hf download OWNER/Qwen2.5-0.5B-Instruct --local-dir models/Qwen2.5-0.5B-Instruct`" in line
 
 
+def test_a_path_that_exists_beside_or_above_the_settings(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new(["mine"], Settings, program="rl-sync-trainer")
+    (here / "other").mkdir()
+    monkeypatch.chdir(here / "other")
+    settings = load_settings(Path("../mine/settings.toml"), ["--prompts.validation=train.jsonl"])
+    with pytest.raises(SettingsError) as refused:
+        check_settings(settings)
+    train, validation, *_ = str(refused.value).splitlines()
+    assert train.endswith(f"It exists in {here}: run the command in that folder.")
+    assert validation.endswith(f"It exists in {here / 'mine'}: run the command in that folder.")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
+def test_a_missing_file_is_no_id_of_the_hub(ending: str) -> None:
+    for path in (f"mine/train.{ending}", f"datasets/train.{ending}"):
+        problem = missing_path(Path(path), setting="prompts.train", kind="dataset")
+        assert problem == f"prompts.train: {path} does not exist (looked in {Path.cwd()})."
+    assert "hf download" in missing_path(Path("openai/gsm8k"), setting="prompts.train", kind="dataset")
+
+
 def test_what_it_prints_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
     new(["my run"], Settings, program="rl-sync-trainer")
-    assert capsys.readouterr().out.splitlines()[-4:] == [
+    assert capsys.readouterr().out.splitlines()[-5:] == [
         "  hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/Qwen2.5-0.5B-Instruct",
         "      (or set policy.path in 'my run/settings.toml' to the folder of another model)",
         "  rl-sync-trainer check-machine 'my run/settings.toml'",
+        "  rl-sync-trainer train 'my run/settings.toml' --dry-run",
         "  rl-sync-trainer train 'my run/settings.toml'",
     ]
 

@@ -65,7 +65,7 @@ def test_batch_arithmetic(policy: Path) -> None:
     assert "2 optimizer update(s), of at most 4 micro-batches in all" in text  # 24 * 128 / 1000 = 3.07
     assert "100 + 28 = 128 a trajectory" in text
     assert "10 steps, 240 trajectories, 2.00 epochs" in text
-    assert "30 to train on, 8 to test at both ends" in text
+    assert "30 to train on, 8 to test at the start and the end" in text
     assert "7 for validation every 5 steps" in text
     assert "responses to each" not in text
     several = plan_settings(policy, prompts={"validation_samples": 8, "validation_temperature": 0.6})

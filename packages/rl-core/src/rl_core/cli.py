@@ -48,10 +48,10 @@ def _limit(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rl-core", description="What a transfer queue has on disk.")
+    parser = argparse.ArgumentParser(prog="rl-core", description="Inspect a transfer queue's directory.")
     parser.add_argument("--version", action="version", version=describe_version("rl-core"))
     parts = parser.add_subparsers(dest="part", required=True)
-    queue = parts.add_parser("queue", help="the transfer queue")
+    queue = parts.add_parser("queue", help="the transfer queue", description="Inspect a transfer queue's directory.")
     verbs = queue.add_subparsers(dest="verb", required=True)
     inspect = verbs.add_parser("inspect", help="show a queue's directory, also while it is in use; changes nothing")
     inspect.add_argument("directory", type=Path, metavar="DIR", help="the directory given in QueueOptions")

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rl-metrics", description="What a run says.")
+    parser = argparse.ArgumentParser(prog="rl-metrics", description="Inspect, compare and diagnose training runs.")
     parser.add_argument("--version", action="version", version=describe_version("rl-metrics"))
     verbs = Verbs(parser)
     for verb in VERBS:

@@ -317,8 +317,10 @@ def _files(settings: Settings) -> Iterator[str]:
         ("prompts.test", prompts.test),
     ):
         if path is not None and not path.exists():
-            yield missing_path(path, setting=name, kind="dataset")
-    yield from check_policy_folder(settings.policy.path, setting="policy.path")
+            yield missing_path(path, setting=name, kind="dataset", file=settings.file)
+    yield from check_policy_folder(settings.policy.path, setting="policy.path", file=settings.file)
     if settings.critic.path is not None:
-        yield from check_policy_folder(settings.critic.path, setting="critic.path", needs_tokenizer=False)
+        yield from check_policy_folder(
+            settings.critic.path, setting="critic.path", needs_tokenizer=False, file=settings.file
+        )
     yield from teacher_files(settings)

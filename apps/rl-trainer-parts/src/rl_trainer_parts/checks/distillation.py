@@ -123,7 +123,7 @@ def teacher_files(settings: Settings) -> Iterator[str]:
     student = _config(settings.policy.path)
     for name, teacher in settings.distillation.teachers.items():
         setting = f"distillation.teachers.{name}"
-        found = list(check_policy_folder(teacher.model, setting=f"{setting}.model"))
+        found = list(check_policy_folder(teacher.model, setting=f"{setting}.model", file=settings.file))
         yield from found
         if found:
             continue

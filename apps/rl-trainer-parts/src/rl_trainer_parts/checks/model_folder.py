@@ -12,11 +12,29 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """A Hugging Face hub id: owner and name."""
 
 
-def missing_path(path: Path, *, setting: str, kind: Literal["model", "dataset"]) -> str:
-    """Describe a missing path, and how to download it if it looks like a hub id."""
+FILES = (".jsonl", ".json", ".parquet")
+"""Endings of files, which no hub id has."""
+
+
+def missing_path(path: Path, *, setting: str, kind: Literal["model", "dataset"], file: Path | None = None) -> str:
+    """Describe a missing path, and where it exists or how to download it.
+
+    Args:
+        path: The missing path.
+        setting: Name of the setting.
+        kind: Kind of the hub's repository that the path may name.
+        file: The settings file. A relative path may exist in its folder, or in that folder's parent.
+    """
     problem = f"{setting}: {path} does not exist (looked in {Path.cwd()})."
     if path.parts[:1] == ("~",):
         return f"{problem} ~ is not expanded here; write $HOME, which the shell expands."
+    if file is not None and not path.is_absolute():
+        here = file.resolve().parent
+        folder_with_it = next((one for one in (here.parent, here) if (one / path).exists()), None)
+        if folder_with_it is not None:
+            return f"{problem} It exists in {folder_with_it}: run the command in that folder."
+    if path.suffix in FILES:
+        return problem
     words = "" if kind == "model" else " --repo-type dataset"
     what = "folder" if kind == "model" else "file of that folder"
     if len(path.parts) > 1 and path.parts[0] == f"{kind}s":  # where such a download puts it
@@ -33,10 +51,12 @@ def missing_path(path: Path, *, setting: str, kind: Literal["model", "dataset"])
     )
 
 
-def check_policy_folder(path: Path, *, setting: str, needs_tokenizer: bool = True) -> Iterator[str]:
-    """Problems of a Hugging Face folder."""
+def check_policy_folder(
+    path: Path, *, setting: str, needs_tokenizer: bool = True, file: Path | None = None
+) -> Iterator[str]:
+    """Problems of a Hugging Face folder; for `file` see `missing_path`."""
     if not path.exists():
-        yield missing_path(path, setting=setting, kind="model")
+        yield missing_path(path, setting=setting, kind="model", file=file)
         return
     if not path.is_dir():
         yield f"{setting}: {path} is not a folder; give the folder that has the model's config.json."

@@ -87,10 +87,11 @@ class Program:
             say(CHECK_MACHINE_HELP.format(program=self.name))
             return 0
         as_json = take_flag(words, "--json")
+        refuse_unknown_flags(words, ("--json",))
         from rl_trainer_parts.commands.check_machine import check_machine
 
         if not words:
-            return check_machine(None, as_json=as_json)
+            return check_machine(None, as_json=as_json, uses_ray="roles" in self.settings().model_fields)
         file = take_file(words, f"{self.name} check-machine")
         from rl_trainer_parts.settings.sources import load_settings
 
@@ -231,6 +232,18 @@ def take_flag(words: list[str], flag: str) -> bool:
     was_there = flag in words
     words[:] = [word for word in words if word != flag]
     return was_there
+
+
+def refuse_unknown_flags(words: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse options that are neither known nor settings, which have a section.
+
+    Raises:
+        SettingsError: Names the option and the nearest known one.
+    """
+    for word in words:
+        name = word.partition("=")[0]
+        if name.startswith("-") and "." not in name:
+            raise SettingsError(f"unknown option {name}; known: {', '.join(known)}.{nearest_name(name, known)}")
 
 
 def take_option(words: list[str], option: str) -> str | None:

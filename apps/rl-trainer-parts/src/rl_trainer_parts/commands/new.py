@@ -168,6 +168,5 @@ def _next_commands(program: str, file: Path, *, has_model: bool) -> Iterator[str
         yield f"hf download {HUB_MODEL} --local-dir {MODEL}"
         yield f"    (or set policy.path in {path} to the folder of another model)"
     yield f"{program} check-machine {path}"
-    if has_model:
-        yield f"{program} train {path} --dry-run"
+    yield f"{program} train {path} --dry-run"
     yield f"{program} train {path}"

@@ -90,7 +90,7 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
     yield f"  engine     {rollout.engine}, {settings.engine.dtype}, {where}; loop {rollout.loop}"
     yield from (f"{INDENT}{line}" for line in loop_lines)
     yield from _replay(settings)
-    yield f"{INDENT}a response ends at token {' or '.join(map(str, end_token_ids(settings.policy.path))) or 'none'}"
+    yield f"{INDENT}responses end at token {' or '.join(map(str, end_token_ids(settings.policy.path))) or 'none'}"
     yield f"  reward     {settings.reward.label}"
     if settings.algorithm.kl_coefficient:
         frozen = "the policy without its adapter" if settings.lora.rank else "frozen copy of the policy"
@@ -212,7 +212,7 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
         yield f"             one longer than learner.micro_batch_tokens = {settings.learner.micro_batch_tokens}"
         yield "             makes a micro-batch of its own, of its length"
     yield f"  the run    {trainer.steps} steps, {trainer.steps * samples} trajectories, {epochs:.2f} epochs"
-    yield f"  problems   {counts.train} to train on, {counts.test} to test at both ends,"
+    yield f"  problems   {counts.train} to train on, {counts.test} to test at the start and the end,"
     yield f"             {counts.validation} for validation every {trainer.validate_every} steps"
     if settings.prompts.validation_samples > 1:
         yield f"             {settings.prompts.validation_samples} responses to each of these"

@@ -1,6 +1,7 @@
 """Judges a machine, for any trainer or for one run, and says what to do."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from packaging.version import Version
@@ -40,6 +41,7 @@ ADVICE = {
     "triton": "pip uninstall triton",
     "model": "Fix the model's folder; checks that depend on the model's size were skipped.",
     "cpus": "Lower cluster.cpus_per_rank and replicas.cpus; 0 shares the machine's CPUs.",
+    "processes": "Lower parallel.ranks, replicas.count and engine.tensor_parallel_size.",
     "gpus": "`nvidia-smi` lists GPUs, driver and programs. Update an old driver, or install torch for an older CUDA. "
     "If there are too few GPUs, lower cluster.gpus_per_rank and replicas.gpus.",
     "peer access": "`nvidia-smi topo -m` shows how they are connected; a virtual machine may hide it.",
@@ -90,8 +92,9 @@ def judge_machine(machine: Machine, needs: Needs = ANY_RUN) -> list[Check]:
         checks.append(Check("model", "problem", " ".join(needs.model_problems)))
     aside = f"; the settings set {needs.cpus:g} aside" if needs.cpus else ""
     checks.append(Check("cpus", "problem" if needs.cpus > machine.num_cpus else "ok", f"{machine.num_cpus:g}{aside}"))
-    checks += _gpus(machine, needs)
-    checks += [_memory(machine, needs), _shared_memory(machine, needs), _ports(machine), *_ray(machine)]
+    checks += [*_processes(machine, needs), *_gpus(machine, needs)]
+    checks += [_memory(machine, needs), _shared_memory(machine, needs), _ports(machine)]
+    checks += _ray(machine) if needs.uses_ray else ()
     is_low = 0 <= machine.open_files < LEAST_OPEN_FILES
     found = f"{machine.open_files} open files are allowed in a process"
     return [*checks, _disk(machine, needs), Check("limits", "warning" if is_low else "ok", found)]
@@ -140,7 +143,7 @@ def _library(machine: Machine, name: str, needs: Needs) -> Check:
     if version is None:
         if not is_needed:
             return Check(name, "ok", "not installed, and not needed")
-        is_any = needs is ANY_RUN
+        is_any = needs == replace(ANY_RUN, uses_ray=needs.uses_ray)
         whose = "default" if is_any else "these"
         return Check(name, "warning" if is_any else "problem", f"not installed, and {whose} settings need it")
     bounds, tested = machine.bounds.get(name), machine.tested.get(shown)
@@ -163,6 +166,13 @@ def _misfits(machine: Machine) -> Iterator[Check]:
         yield Check("vllm", "warning", "this build is for CPUs, and this machine has GPUs")
     if "vllm" in installed and not machine.gpu_names:
         yield Check("vllm", "warning", "this build is for GPUs, and this machine has none")
+
+
+def _processes(machine: Machine, needs: Needs) -> Iterator[Check]:
+    """Processes that compete for the CPUs of a machine without GPUs."""
+    if not machine.gpu_names and needs.processes > machine.num_cpus:
+        found = f"{needs.processes} processes on {machine.num_cpus:g} CPUs: they take turns, which slows every step"
+        yield Check("processes", "warning", found)
 
 
 def _gpus(machine: Machine, needs: Needs) -> Iterator[Check]:

@@ -28,6 +28,8 @@ class Needs:
         model_problems: What is wrong with the policy's folder, in words.
         cpus: CPUs set aside on this machine.
         gpus: GPUs set aside on this machine.
+        processes: Ranks, and the engines' ranks in other processes, that run on this machine.
+        uses_ray: True if a part of the run is placed by Ray.
         rank: Policy, critic and reference on the rank that keeps most.
         engine: Weights of one engine, on one of its GPUs.
         memory: All ranks and engines, with KV caches, on CPUs.
@@ -43,6 +45,8 @@ class Needs:
     model_problems: tuple[str, ...] = ()
     cpus: float = 0.0
     gpus: float = 0.0
+    processes: int = 0
+    uses_ray: bool = False
     rank: int = 0
     engine: int = 0
     memory: int = 0
@@ -60,8 +64,10 @@ def needs_of(settings: Settings) -> Needs:
     A run that joins a Ray cluster needs libraries here; its models run on the cluster's machines.
     """
     uses_ray = "ray" in settings.placements.values()
-    needs = Needs(libraries=_libraries(settings, uses_ray=uses_ray), run_folder=settings.run_folder)
-    if problems := [*check_policy_folder(settings.policy.path, setting="policy.path")]:
+    needs = Needs(libraries=_libraries(settings, uses_ray=uses_ray), run_folder=settings.run_folder, uses_ray=uses_ray)
+    if not uses_ray or settings.cluster.ray_address is None:
+        needs = replace(needs, processes=_processes(settings))
+    if problems := [*check_policy_folder(settings.policy.path, setting="policy.path", file=settings.file)]:
         return replace(needs, model_problems=tuple(problems))
     if uses_ray and settings.cluster.ray_address is not None:
         return replace(needs, ray_address=settings.cluster.ray_address)
@@ -76,6 +82,14 @@ def _libraries(settings: Settings, *, uses_ray: bool) -> frozenset[str]:
     parts |= {teacher.engine for teacher in settings.distillation.teachers.values()}
     chosen = {"vllm": "vllm" in parts, "megatron-core": "megatron" in parts, "ray": uses_ray}
     return frozenset(("torch", "transformers", *(name for name, is_needed in chosen.items() if is_needed)))
+
+
+def _processes(settings: Settings) -> int:
+    """Ranks of the learner and of the engines; an inline engine of one rank shares the learner's process."""
+    is_inline, tensor = settings.rollout.placement == "inline", settings.engine.tensor_parallel_size
+    if is_inline:
+        return settings.parallel.ranks + (tensor if tensor > 1 else 0)
+    return settings.parallel.ranks + settings.replicas.count * tensor
 
 
 def _sizes(settings: Settings, needs: Needs) -> Needs:

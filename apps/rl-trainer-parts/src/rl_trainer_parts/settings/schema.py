@@ -374,6 +374,15 @@ class Settings(BaseSettings):
         return {"cluster.kind": self.cluster.kind, "rollout.placement": self.rollout.placement}
 
     @property
+    def file(self) -> Path | None:
+        """The settings file, if there is one."""
+        return self.__dict__.get("_file")  # no field, so that equal settings of two files are equal
+
+    def remember_file(self, file: Path | None) -> None:
+        """Keep the path of the settings file, for error messages."""
+        self.__dict__["_file"] = file
+
+    @property
     def zero_metrics(self) -> tuple[str, ...]:
         """Metrics that are 0 by design, because a step's only update starts from the policy that sampled."""
         return ("training/staleness/mean", *(UPDATE_KL if self.has_one_update else ()))

@@ -52,7 +52,9 @@ def load_settings(
             elif _is_known(name, origin, kind, wrong):
                 _put(merged, name.split("."), value)
                 origins[name] = origin
-    return build_settings(merged, origins, kind=kind, also=wrong)
+    settings = build_settings(merged, origins, kind=kind, also=wrong)
+    settings.remember_file(file)
+    return settings
 
 
 def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -9,7 +9,7 @@ from rl_metrics.comparison.plot import ACROSS, Plot, ReferenceLine, plot_runs
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("plot", help="metrics of runs as a picture: a panel a metric, a line a run")
+    parser = verbs.add_parser("plot", help="Plot metrics: one panel per metric, one line per run.")
     parser.add_argument("folder", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     parser.add_argument(
         "--metric", action="append", required=True, metavar="GLOB", help="a panel each, such as 'actor/*'; repeatable"
