@@ -82,7 +82,10 @@ def other(name: str, value: Any) -> Callable[[Metadata], None]:
 
 TABLES: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "tensor missing": (lambda table: table.state_dict_metadata.pop("a"), r"has no tensor 'a'; this model needs it as"),
-    "tensor too many": (lambda table: table.state_dict_metadata.update(c=table.state_dict_metadata["a"]), "does not say"),
+    "tensor too many": (
+        lambda table: table.state_dict_metadata.update(c=table.state_dict_metadata["a"]),
+        "does not say",
+    ),
     "other shape": (other("size", torch.Size((6, 4))), r"must have shape \[4, 6\].*; found \[6, 4\]"),
     "absurd shape": (other("size", torch.Size((2**40, 2**20))), "must have shape"),
     "shape too large for a number": (other("size", (2**70, 1)), "no table of contents"),
