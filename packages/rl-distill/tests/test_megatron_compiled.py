@@ -68,6 +68,7 @@ def gradients(function: Callable[..., Tensor], *leaves: Tensor) -> tuple[Tensor,
 
 
 def test_every_fused_pass_is_traced_whole_for_packs_of_all_sizes(traced: dict[str, int]):
+    torch.manual_seed(0)
     for num_tokens in SIZES:
         x, grad = torch.randn(num_tokens, 1, 12), torch.randn(num_tokens, 1, 6)
         torch.testing.assert_close(fused_swiglu(x), swiglu(x), rtol=0, atol=1e-6)
@@ -76,7 +77,7 @@ def test_every_fused_pass_is_traced_whole_for_packs_of_all_sizes(traced: dict[st
         for size in (8, 6):
             tables = torch.randn(num_tokens, 1, 1, size), torch.randn(num_tokens, 1, 1, size // 2)
             found, expected = (gradients(partial(turned, tables=tables, is_fused=f), heads) for f in (True, False))
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+            torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)  # gradients are sums of several products
         for found, expected in zip(head(num_tokens, is_fused=True), head(num_tokens, is_fused=False), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
