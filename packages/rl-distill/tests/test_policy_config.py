@@ -256,7 +256,7 @@ def test_glm_is_read():
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size", "rms_norm_eps", "moe_intermediate_size"])
 def test_missing_fields_are_named(name: str):
-    with pytest.raises(DataError, match=f"no field '{name}'; a Qwen3MoeForCausalLM needs it"):
+    with pytest.raises(DataError, match=f"no field '{name}', which Qwen3MoeForCausalLM requires"):
         parse_policy_config({key: value for key, value in MIXTURE.items() if key != name})
 
 
