@@ -145,9 +145,7 @@ class RankModel:
                 micro_batch = with_measures(placed.pack.micro_batch, measured)
                 loss, sums = objective(values, entropy if with_entropy else None, micro_batch)
                 if not loss.requires_grad:
-                    raise DataError(
-                        "the objective's loss has no gradient. Do not detach the logprobs."
-                    )
+                    raise DataError("the objective's loss has no gradient. Do not detach the logprobs.")
                 scored = {"policy_logprobs": values} | ({} if entropy is None else {"entropy": entropy})
                 gathered.add(placed.pack, values + measured.get(LOSSES, 0.0), loss, sums, scored=scored)
             else:
