@@ -23,11 +23,11 @@ _BIAS_UPDATES = ("bias_update_speed", "router_bias_update_rate", "moe_router_bia
 
 @settings_record
 class SigmoidRouting:
-    """A router that scores each expert from 0 to 1 and selects by score plus bias, first expert groups, then experts.
+    """A router that scores each expert from 0 to 1, then selects groups and experts by score plus bias.
 
     Attributes:
         num_groups: Number of expert groups of equal size.
-        top_groups: Groups selected per token, by the sum of their two highest scores.
+        top_groups: Groups selected per token, by the sum of their two highest biased scores.
         scaling: Factor on the weights of a token's experts.
     """
 

@@ -294,5 +294,5 @@ def _vocabulary_block(name: str, tensor: Tensor, config: PolicyConfig, split: _S
 
 def _unknown(name: str) -> ShapeError:
     return ShapeError(
-        f"{name!r} is not a megatron name of a policy's tensor, and maps to no tensor of a Hugging Face folder."
+        f"{name!r} must be Megatron's name of a policy tensor; no tensor of a Hugging Face folder corresponds to it."
     )

@@ -100,7 +100,7 @@ def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any
 
 
 class _SharedGroups:
-    """Reuses one process group for every set of ranks.
+    """A cache of process groups, one per set of ranks.
 
     Megatron creates about forty groups, many with the same ranks, and each gloo group has threads that wake a hundred
     times a second. On a GPU, groups stay separate because each has its own streams, which may overlap.

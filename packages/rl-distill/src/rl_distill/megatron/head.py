@@ -160,7 +160,7 @@ class _Work(NamedTuple):
 
 
 class _Head(torch.autograd.Function):
-    """Return logprobs, entropy, log-sum-exp and losses, each [M]."""
+    """Logprobs, entropy, log-sum-exp and losses, each [M]."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, work: _Work) -> tuple[Tensor, ...]:
@@ -319,5 +319,5 @@ def _weight_grad(weight: Tensor, total: Tensor | None) -> Tensor | None:
     if not hasattr(weight, "main_grad"):
         return torch.zeros_like(weight) if total is None else total.to(weight.dtype)
     if getattr(weight, "zero_out_wgrad", False):
-        return None  # megatron adds the embedding's own gradient, which also signals that one exists
+        return None  # Megatron adds the embedding's own gradient, which also signals that one exists
     return gradient_elsewhere(weight)

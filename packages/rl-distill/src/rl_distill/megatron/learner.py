@@ -96,7 +96,7 @@ class MegatronLearner(TrainedModel):
         return self._base_digest
 
     def _check_base(self, adapter: Path) -> None:
-        """Refuse an adapter whose folder has another base's digest, if the digest is of this learner's dtype."""
+        """Refuse an adapter that was trained on another base; only digests in this learner's dtype are compared."""
         said = AdapterFolder(adapter).base_digest
         if said is not None and said[0] == self._options.dtype and said[1] != self._digest_of_base():
             self.close()

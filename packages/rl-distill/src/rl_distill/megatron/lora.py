@@ -183,12 +183,12 @@ class LoraRow(RowParallelLinear):  # type: ignore[misc]
             )
             low = reduce(low, group=self.tp_group)
         b = self.lora_B[self._name].t()
-        # Not in place, because megatron's sum over ranks returns a view.
+        # Not in place, because Megatron's sum over ranks returns a view.
         return torch.addmm(output.flatten(0, -2), low.flatten(0, -2), b, alpha=self._lora.scaling).view_as(output), bias
 
 
 class _Added(torch.autograd.Function):
-    """Add scaling * low @ b.t() to output in place, for each part: [T, 1, out], [T, 1, ranks], [rows, rank] each.
+    """output + scaling * low @ b.t(), added in place by parts: [T, 1, out], [T, 1, ranks], [rows, rank] each.
 
     Autograd does not save the frozen matrix's output, the largest tensor of a layer.
     """

@@ -51,7 +51,7 @@ _FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform
 
 
 class _Keep(torch.autograd.Function):
-    """Select rows, each at most once. The gradient is a copy; that of index_select would accumulate."""
+    """A selection of rows, each at most once. Its gradient is a copy; that of index_select would accumulate."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, kept: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
         """Build the layer.
 
         Args:
-            *args: megatron's.
+            *args: Arguments of Megatron's layer.
             is_last: True for the layer before the head. After its attention only `kept` tokens continue, because no
                 other is read.
-            **kwargs: megatron's.
+            **kwargs: Keyword arguments of Megatron's layer.
         """
         super().__init__(*args, **kwargs)
         self.is_last = is_last

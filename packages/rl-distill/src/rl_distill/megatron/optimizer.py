@@ -23,7 +23,7 @@ Parameters = Mapping[str, torch.nn.Parameter]
 
 @dataclass(frozen=True, slots=True)
 class _Main:
-    """The optimizer's float32 tensor of a parameter on this rank.
+    """The optimizer's view of a parameter on this rank.
 
     Attributes:
         tensor: Float32 tensor that the optimizer updates; None if it is entirely on other ranks.

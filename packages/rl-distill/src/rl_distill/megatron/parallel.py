@@ -134,7 +134,7 @@ def initialize_groups(parallel: ParallelOptions, *, seed: int) -> None:
     }
     wanted = {name: getattr(parallel, name) for name in found}
     if found != wanted:
-        raise SettingsError(f"this process already has megatron's groups for {found}; requested {wanted}.")
+        raise SettingsError(f"this process already has Megatron's groups for {found}; requested {wanted}.")
 
 
 class Place(NamedTuple):

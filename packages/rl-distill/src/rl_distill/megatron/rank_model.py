@@ -39,7 +39,7 @@ from rl_distill.teacher_heads import read_heads
 
 
 class RankModel:
-    """One rank's part of a model; every rank calls the same methods together.
+    """One rank's part of a model. Every rank calls the same methods together.
 
     Attributes:
         plan: The model that was built.

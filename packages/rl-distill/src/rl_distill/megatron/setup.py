@@ -78,7 +78,7 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
     chunks = []
     for index, shard in enumerate(shards):
         with undisturbed_random_numbers(), warnings.catch_warnings(), device:
-            warnings.simplefilter("ignore", DeprecationWarning)  # raised by megatron about calls inside megatron
+            warnings.simplefilter("ignore", DeprecationWarning)  # about Megatron's calls of its own functions
             model: Any = PolicyModel(
                 plan.source.config,
                 config,

@@ -30,7 +30,7 @@ QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 
 
 class _Reorder(torch.autograd.Function):
-    """Reorder rows. The gradient is reordered back, and is 0 for padding."""
+    """A reordering of rows. Its gradient is reordered back, and is 0 for padding."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
@@ -148,7 +148,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         """Build the attention with Megatron's arguments.
 
         Args:
-            config: megatron's TransformerConfig.
+            config: Megatron's TransformerConfig.
             layer_number: Number of the layer, from 1.
             softmax_scale: Scale of the scores; None for 1 / sqrt(head_dim).
         """

@@ -133,7 +133,7 @@ class _Places:
 
 
 class _PrefixAttention(torch.autograd.Function):
-    """See `prefix_attention`."""
+    """Autograd function of `prefix_attention`."""
 
     @staticmethod
     def forward(

@@ -20,7 +20,7 @@ def forget_between(norm: torch.nn.Module, reader: torch.nn.Module) -> None:
     def forward(x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return compute(x)  # type: ignore[no-any-return]
-        made.append(CheckpointWithoutOutput(fp8=None))  # megatron's default needs Transformer Engine
+        made.append(CheckpointWithoutOutput(fp8=None))  # Megatron's default needs Transformer Engine
         return made[-1].checkpoint(compute, x)  # type: ignore[no-any-return]
 
     def forget(_reader: Any, _inputs: Any, outputs: tuple[Tensor, Any]) -> None:

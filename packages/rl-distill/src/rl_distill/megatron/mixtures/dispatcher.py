@@ -78,7 +78,7 @@ class LocalDispatcher:
 
 
 class _ToExperts(torch.autograd.Function):
-    """Copy each token into one row per expert; order [T * top_k] has the tokens, places [T, top_k] their positions."""
+    """Tokens copied into one row per expert; order [T * top_k] has the tokens, places [T, top_k] their positions."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _FromExperts(torch.autograd.Function):
-    """Sum each token's rows. Forward and backward never write to one place twice, so sums are deterministic."""
+    """Sums of each token's rows. Neither pass writes to one place twice, so the sums are deterministic."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def _check_alignment(sizes: dict[str, int], dtype: torch.dtype) -> None:
 
 
 class _InTurn(torch.autograd.Function):
-    """Compute each expert in turn: first product, gate times share, second product."""
+    """Experts in turn: for each, its first product, the gate times the share, and its second product."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, shares: Tensor, counts: list[int], first: Tensor, second: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class _InTurn(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """Compute all experts in one product per matrix."""
+    """All experts in one product per matrix."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, shares: Tensor, ends: Tensor, *rest: Any) -> Tensor:
