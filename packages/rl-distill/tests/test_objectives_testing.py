@@ -310,7 +310,10 @@ def test_losses_of_the_wrong_type_are_refused_where_they_are_made(broken, refuse
         (adds_a_column, "it added column ratio"),
         (scales_the_logprobs, "it changed policy_logprobs in place"),
         (scales_the_entropy, "it changed entropy in place"),
-        (pushes_the_wrong_way, r"must lower the loss if its advantage is positive.*follows_advantages=False\); at token"),
+        (
+            pushes_the_wrong_way,
+            r"must lower the loss if its advantage is positive.*follows_advantages=False\); at token",
+        ),
         (learns_from_mistakes_alone, "must lower the loss.*where the gradient must be negative, it is 0"),
     ],
 )

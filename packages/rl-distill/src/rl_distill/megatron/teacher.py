@@ -46,7 +46,7 @@ class MegatronTeacherModel(RankedModel):
         check_temperature(temperature)
         most = self.config.vocab_size
         if not 0 <= top_k <= most:
-            raise SettingsError(f"top_k must be between 0 and the teacher's vocabulary size {most}; found {top_k}.")
+            raise SettingsError(f"top_k must be from 0 to {most}, the size of the teacher's vocabulary; found {top_k}.")
         shares, rows = self._shares(batch.only({"input_ids"}))
         options = {"temperature": temperature, "top_k": top_k, "has_hidden": has_hidden}
         found: list[dict[str, NDArray[Any]]] = self._call_shares("score", shares, **options)
