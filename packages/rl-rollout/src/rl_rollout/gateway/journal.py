@@ -254,7 +254,7 @@ def read_session(file: Path, sampling: Callable[[int], SamplingParams] | None = 
     with open_plain(file, follows_links=False) as (stream, size):
         try:
             if stream.read(len(MAGIC)) != MAGIC:
-                raise ValueError("it does not begin as a session file")
+                raise ValueError("it has no header of a session file")
             records = _records(stream, size)
             opening, place = next(records, (None, 0))
             if not isinstance(opening, _Opening) or opening.session_id != file.stem:

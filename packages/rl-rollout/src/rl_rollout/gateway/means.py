@@ -43,7 +43,7 @@ def check_asked(request: GenerateRequest, traits: EngineTraits) -> None:
 def within_means(ask: Ask, traits: EngineTraits, tokenizer: PromptTokenizer, *, decided_by: DecidedBy) -> Ask:
     """Return the request with its prompt as tokens and a forced call as a structure.
 
-    If the engine cannot force a call, or it could not train, the model decides and "tool_choice" has no effect.
+    If the engine cannot force a call, or a forced call must train, the model decides and "tool_choice" has no effect.
 
     Raises:
         RefusedError: A field cannot be honoured, or its samples could not train; the error names it.

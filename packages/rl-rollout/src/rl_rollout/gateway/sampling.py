@@ -40,7 +40,7 @@ class Wishes:
 def decide(
     wishes: Wishes, own: SamplingParams, *, decided_by: DecidedBy, room: int
 ) -> tuple[SamplingParams, dict[str, str]]:
-    """Return a turn's sampling parameters, and the client's overridden fields, such as "0.2->1.0" or "ignored".
+    """Return a turn's sampling parameters, and the changes to the client's fields, such as "0.2->1.0" or "ignored".
 
     Training needs the run's distribution: with "run", the client decides only lengths, stops and structure.
 

@@ -63,7 +63,7 @@ class GatewayOptions:
         max_connections: Maximum number of connections, at most half of `ulimit -n`. Beyond it, the connections that
             have waited longest for a request are closed.
         max_sessions: Maximum number of open sessions.
-        grace_s: Seconds after its wall time in which a session can still be rewarded and finished.
+        grace_s: Seconds after its wall time in which a session can still be rewarded and finished. Then it fails.
         sessions: Folder in which sessions are stored, so that a restarted gateway continues them; None stores none.
         service: Options of the answers.
     """
@@ -187,7 +187,7 @@ class Gateway:
             session_index: Index of the session in its group.
             sampling: Returns the sampling parameters of a turn by its number; None uses those of the gateway.
             limits: Limits of the session.
-            metadata: Any JSON object of the owner's.
+            metadata: JSON object of the owner, stored and exported with the session.
 
         Raises:
             RefusedError: Too many sessions are open, or the metadata is too large.

@@ -70,12 +70,12 @@ class Session:
         session_index: Index of the session in its group.
         limits: Limits of the session.
         sampling: Returns the sampling parameters of a turn by its number.
-        metadata: Any JSON object of the owner's.
+        metadata: JSON object of the owner, stored and exported with the session.
         tree: Prompts and samples.
         counts: Event counts: turns, forks, roots by reason and others.
         overheads_ms: Time of the most recent turns in milliseconds, without the engine's time.
-        answers: Answers to the most recent requests with an idempotency key, by that key.
-        faults: Reasons of failed requests that were not retried successfully, by digest of the conversation.
+        answers: Answers to the most recent requests with an idempotency key, by that key and the conversation's digest.
+        faults: Reasons of failed requests that were not retried successfully, by the conversation's digest.
         reward: Reward set by the owner; None until then.
         reward_components: Named parts of the reward.
         failure: Why the session cannot train; None if it can.

@@ -67,7 +67,7 @@ class SkipCache:
 
         Raises:
             SettingsError: An option has an invalid value.
-            CacheError: The directory cannot be read.
+            CacheError: The directory cannot be created or read.
             MissingExtraError: zarr or a package that the URL needs is not installed.
         """
         options.check()
@@ -110,7 +110,7 @@ class SkipCache:
         Raises:
             CacheMismatchError: The entry's circumstances differ and `on_mismatch` is "error", or its columns differ.
             BrokenEntryError: The entry is broken and `on_broken` is "error".
-            CacheError: New rollouts could not be stored.
+            CacheError: New rollouts could not be stored, or every listed entry was removed before it could be opened.
             DataError: A prompt or a part of the circumstances is not JSON.
         """
         if not self.serves(key):

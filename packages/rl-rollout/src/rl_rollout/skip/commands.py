@@ -302,7 +302,7 @@ def as_plain(value: Json, *, is_finite: bool = False, depth: int = 0) -> Json:
     if is_finite and isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict | list | tuple) and depth >= MAX_DEPTH:
-        return f"(nested more than {MAX_DEPTH} deep)"
+        return f"(nested more than {MAX_DEPTH} levels deep)"
     if isinstance(value, dict):
         return {str(name): as_plain(item, is_finite=is_finite, depth=depth + 1) for name, item in value.items()}
     if isinstance(value, list | tuple):

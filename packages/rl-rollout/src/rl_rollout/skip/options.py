@@ -30,12 +30,12 @@ class SkipOptions:
             is empty.
         on_mismatch: What to do with an entry from another policy, other prompts or other settings (for repeat and
             repeat_last: another tokenizer or other columns): "error", "regenerate" the step, or "accept" the entry.
-        on_broken: What to do with an entry that is torn or not an entry at all: "regenerate" (move it aside and
-            generate the step) or "error".
+        on_broken: What to do with a damaged or invalid entry: "regenerate" (move it to broken/ and generate the step)
+            or "error".
         rewards: "stored" replays the stored rewards. "again" calls the current reward functions on the stored
             responses; a changed reward is then not a mismatch.
         max_bytes: Maximum size of all entries, in bytes or as a size such as "20G"; the oldest are deleted first. It
-            must hold every step to be replayed. none has no limit.
+            must hold every step to be replayed. none sets no limit.
         compress: Compress with lz4, to about half the size; false reads and writes slightly faster.
         validation: Also store and replay validation, but only for the same step with identical settings.
     """

@@ -13,7 +13,7 @@ Piece = tuple[int, str, str]
 
 
 class WireApi(Protocol):
-    """A parsed request of an API, and the format of its answer. Events are returned in the format of the wire.
+    """A parsed request of an API, and the format of its answer. Events are complete server-sent events.
 
     Attributes:
         ask: The request.
