@@ -24,7 +24,7 @@ def test_the_defaults_are_possible_and_do_nothing(tmp_path, monkeypatch):
         ({"max_bytes": True}, "max_bytes: expected a size such as"),
         ({"max_bytes": "2X"}, "max_bytes: expected a size such as 500000, 500M, 1.5GB or 20Gi; found '2X'"),
         ({"directory": "a\0b"}, "directory must name a folder or a URL"),
-        ({"steps": "4-2"}, "must ascend"),
+        ({"steps": "4-2"}, "ascending ranges"),
         ({"steps": []}, "at least one step"),
     ],
 )

@@ -67,13 +67,13 @@ def _read_step(step: object, steps: object) -> int:
 def _read_range(part: str, steps: str) -> tuple[int, int | None]:
     match = RANGE.fullmatch(part.strip())
     if match is None:
-        raise SettingsError(f"steps must be steps or ranges; found {part.strip()!r} in {steps!r}. {EXAMPLES}")
+        raise SettingsError(f"steps must list steps or ranges; found {part.strip()!r} in {steps!r}. {EXAMPLES}")
     first = _read_step(int(match[1]), steps)
     if match[2] is None:
         return first, first
     last = None if match[3] is None else int(match[3])
     if last is not None and last < first:
-        raise SettingsError(f"ranges of steps must ascend; found {part.strip()!r} in {steps!r}. {EXAMPLES}")
+        raise SettingsError(f"steps must have ascending ranges; found {part.strip()!r} in {steps!r}. {EXAMPLES}")
     return first, last
 
 
