@@ -46,7 +46,7 @@ def test_files_of_one_name_do_not_mix(tmp_path):
     [
         ("lenght_reward", r"has no 'lenght_reward'; it has .*two\. Did you mean 'length_reward'\?"),
         ("LIMIT", "must be callable; found int"),
-        ("two", r"needs the option 'b'\. A reward gets one RewardInput, `def reward\(given\)"),
+        ("two", r"needs the option 'b'\. A reward takes one RewardInput, `def reward\(given\)"),
         ("none", r"must take one argument, a RewardInput; found \(\)"),
     ],
 )

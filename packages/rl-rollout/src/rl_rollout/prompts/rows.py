@@ -66,7 +66,7 @@ class Rows:
             raise DataError(f"{self.path}: a row has a value that cannot be read ({reason}). Repair it.") from error
 
     def locate(self, row: int) -> str:
-        """Describe a row's place for messages. Rows and lines are counted from 1."""
+        """Describe a row's location for messages. Rows and lines are counted from 1."""
         return f"{self.path}, row {row + 1}" if self._lines is None else f"{self.path}, line {self._lines[row]}"
 
 

@@ -8,7 +8,7 @@ from rl_core.data import Json, encodable_json
 from rl_core.errors import DataError
 from rl_core.record_fields import record
 
-WITHOUT = "allow rows without it: prompts.requires_ground_truth = false"
+WITHOUT = "set prompts.requires_ground_truth = false to allow such rows"
 
 
 @record
@@ -102,7 +102,7 @@ def _read_ground_truth(row: Mapping[str, Json], *, where: str, is_required: bool
             return reward_model["ground_truth"]
         if is_required:
             raise DataError(
-                f"{where}, field `reward_model.ground_truth`: missing. Add what the reward compares with, or {WITHOUT}."
+                f"{where}, field `reward_model.ground_truth`: missing. Add the reference for the reward, or {WITHOUT}."
             )
     answer = row.get("answer")
     if answer is None and is_required:

@@ -60,9 +60,8 @@ class CodeReward:
     Attributes:
         mode: "all" gives 1 if every test passes, "share" gives the share.
         compare: How outputs are compared: "lines" ignores spaces at line ends, "tokens" all differences in spaces.
-        checks: "outside" runs assertions in a process of their own. "inside" runs them in the program's process, for
-            rows whose assertions pass it more than plain data; there a program that searches its interpreter can make
-            them pass.
+        checks: "outside" runs assertions in a separate process. "inside" runs them in the program's process, for rows
+            whose assertions pass it more than plain data; a program can then search its interpreter and make them pass.
         total_s: Maximum seconds for all tests of a response; later tests count as timed out. Keep it below the scorer's
             timeout_s.
         limits: Limits of each run, by field of SandboxLimits.

@@ -70,7 +70,7 @@ def start_program() -> tuple[int, Peer]:
 
 
 def become_program(questions: tuple[int, int], answers: tuple[int, int]) -> NoReturn:
-    """Close the way to the tests and the results, and serve requests."""
+    """Close all access to the tests and the results, and serve requests."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -26,7 +26,7 @@ class JsonSchemaReward:
     Attributes:
         schema: Schema for all rows.
         column: Column with the schema of each row.
-        is_fractional: Give invalid JSON that parses 0.5, plus up to 0.5 for the share that fits, at most 0.99.
+        is_fractional: True gives JSON that does not fit 0.5, plus up to 0.5 for the share that fits, at most 0.99.
         timeout_s: Maximum seconds of one check, because patterns and long lists can take forever; a timeout gives 0.
         num_workers: Number of processes that run the library; they start at the first use.
     """

@@ -12,7 +12,7 @@ from rl_rollout.rewards.outputs import cut
 
 FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 MAX_CHARACTERS = 1 << 20
-WRONG = {"parsed": 1.0, "valid": 0.0, "fitting": 0.0, "reason": "it cannot be checked"}
+WRONG = {"parsed": 1.0, "valid": 0.0, "fitting": 0.0, "reason": "the response cannot be checked"}
 
 
 def prepare(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -102,7 +102,7 @@ def first_error(validator: Any, found: Json) -> str | None:
     except re.error as fault:
         raise RowError(f"the schema has an invalid pattern ({fault}). Repair the row.") from fault
     except Exception as fault:  # such as OverflowError of multipleOf, or RecursionError
-        return cut(f"it cannot be checked ({type(fault).__name__}: {fault})", max_characters=300)
+        return cut(f"the value cannot be checked ({type(fault).__name__}: {fault})", max_characters=300)
     return None if error is None else cut(f"{error.json_path}: {error.message}", max_characters=300)
 
 

@@ -11,8 +11,8 @@ from rl_rollout.rewards.protocol import RewardInput
 class Overlong:
     """DAPO's soft overlong punishment: 0 for short responses, down to -penalty_factor at the length limit.
 
-    With length n, limit L = max_tokens and buffer B = buffer_tokens, the reward is 0 up to L - B, falls as ((L - B) -
-    n) / B to -1 at L, and stays -1 beyond, all times penalty_factor.
+    With limit L = max_tokens and buffer B = buffer_tokens, the reward is 0 up to length L - B, falls linearly to -1 at
+    L, and stays -1 beyond, all times penalty_factor.
 
     Source: Yu et al. 2025, arXiv:2503.14476, equation 13.
     """

@@ -24,7 +24,7 @@ def read_output(value: Any) -> RewardResult:
 
     Raises:
         DataError: The value is not a finite number, a mapping with "reward", or a RewardResult of finite numbers whose
-        extras are JSON of at most MAX_EXTRAS_BYTES.
+            extras are JSON of at most MAX_EXTRAS_BYTES.
     """
     if isinstance(value, Mapping):
         if "reward" not in value:

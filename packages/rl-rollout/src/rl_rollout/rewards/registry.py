@@ -29,7 +29,7 @@ REWARDS: Registry[Any] = Registry(
 )
 
 HOW = (
-    "A reward gets one RewardInput, `def reward(given): ...`, with given.response_text, given.ground_truth and "
+    "A reward takes one RewardInput, `def reward(given): ...`, and reads given.response_text, given.ground_truth and "
     "given.columns; other arguments are options."
 )
 

@@ -144,7 +144,7 @@ class RewardScorer:
     async def rehearse(self, prompt: Prompt) -> None:
         """Score an empty response to a prompt, to find a broken function before any model loads.
 
-        A function with its own `rehearse(prompt)`, such as one that needs an engine, gets a call of that instead.
+        If the function has its own `rehearse(prompt)`, for example because it needs an engine, that is called instead.
 
         Raises:
             SettingsError: The function fails.

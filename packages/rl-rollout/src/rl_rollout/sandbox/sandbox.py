@@ -58,7 +58,8 @@ class Command:
 class Sandbox:
     """Runs programs at the strongest level of isolation that the machine permits, which it finds at its start.
 
-    GUARANTEES lists the levels, strongest first. `docs/guides/rewards.md` says what each one stops and what not.
+    GUARANTEES lists the levels, strongest first. `docs/guides/rewards.md` explains what each level stops and what it
+    does not.
     """
 
     def __init__(self, options: SandboxOptions | None = None) -> None:

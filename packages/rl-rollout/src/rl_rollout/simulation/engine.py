@@ -122,7 +122,7 @@ class SimulatedEngine:
 
 
 class EnginePool:
-    """Several equal engines. A response goes to the engine with the fewest."""
+    """Several equal engines. A response goes to the engine with the fewest responses."""
 
     def __init__(self, num_engines: int, step_seconds: Sequence[float], *, prefill_s_per_token: float = 0.0) -> None:
         """Create empty engines."""

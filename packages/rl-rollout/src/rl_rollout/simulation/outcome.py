@@ -33,7 +33,7 @@ class Cluster:
 
         Raises:
             SettingsError: The rollout GPUs are not a multiple of an engine's GPUs, or there are no GPUs to generate or
-            to train.
+                to train.
         """
         size = workload.engine.gpus
         if self.rollout_gpus < size or self.rollout_gpus % size:

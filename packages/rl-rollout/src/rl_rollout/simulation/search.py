@@ -36,7 +36,7 @@ def splits(workload: Workload, gpus: int) -> list[Cluster]:
     if not found:
         raise SettingsError(
             f"{gpus} GPUs cannot be split into engines of engine.gpus = {size} and a learner of a multiple of "
-            f"learner.gpus_multiple = {multiple}. Give more GPUs, or set them lower."
+            f"learner.gpus_multiple = {multiple}. Use more GPUs, or lower these settings."
         )
     if len(found) <= MAX_SPLITS:
         return found
@@ -80,7 +80,7 @@ def best_split(workload: Workload, gpus: int, policy: Policy, *, num_versions: i
 
 
 def advise(sync: Outcome, outcomes: Sequence[Outcome]) -> str:
-    """Recommend a split and a staleness, or the synchronous trainer, on one number of GPUs.
+    """Recommend a split and a staleness for a number of GPUs, or the synchronous trainer.
 
     The outcomes are the best splits of several stalenesses. The recommended one has the lowest staleness that is within
     1 % of the fastest.

@@ -42,7 +42,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class AdapterChecks:
-    """Checks of adapters. A subclass provides the fixtures `model_dir`, and `engine`: started, serving it in float32.
+    """Checks of adapters. A subclass provides `model_dir` and `engine`, started and serving it in float32.
 
     The engine needs room for adapters of every linear layer except the head. Each check leaves it serving model_dir
     without an adapter, as version 0.

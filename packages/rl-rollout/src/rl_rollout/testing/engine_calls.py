@@ -28,7 +28,7 @@ def refuses(words: str) -> Iterator[None]:
 
 
 def generate(engine: RolloutEngine, *, num_samples: int = 1, max_tokens: int = 8, **sampling: Any) -> list[Generation]:
-    """Return responses to PROMPT, generated in an own event loop."""
+    """Return responses to PROMPT, generated in a new event loop."""
     params = SamplingParams(max_tokens=max_tokens, **sampling)
     return asyncio.run(engine.generate(GenerateRequest(input_ids=PROMPT, sampling=params, num_samples=num_samples)))
 

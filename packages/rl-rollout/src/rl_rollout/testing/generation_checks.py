@@ -29,7 +29,7 @@ ATTEMPTS = 5
 
 
 class GenerationChecks:
-    """Checks of requests. A subclass provides `model_dir`, and `engine`: started, serving it in float32."""
+    """Checks of requests. A subclass provides `model_dir` and `engine`, started and serving it in float32."""
 
     def test_greedy_responses_are_the_reference_models_likeliest_tokens(
         self, engine: RolloutEngine, model_dir: Path

@@ -44,7 +44,7 @@ def check_token_scores(scores: TokenScores, sequence: IntArray, *, top_k: int, r
 
 
 class ScoringChecks:
-    """Checks of scoring. A subclass provides `model_dir`, and `engine`: started, serving it in float32."""
+    """Checks of scoring. A subclass provides `model_dir` and `engine`, started and serving it in float32."""
 
     def test_the_likeliest_tokens_are_the_reference_models(self, engine: RolloutEngine, model_dir: Path) -> None:
         sequences = _sequences(engine.traits, lengths=(7, 1, 2, 33, engine.traits.max_model_len))

@@ -30,7 +30,7 @@ ATTEMPTS = 10
 
 
 class UpdateChecks:
-    """Checks of weight updates. A subclass provides `model_dir`, and `engine`: started, serving it in float32.
+    """Checks of weight updates. A subclass provides `model_dir` and `engine`, started and serving it in float32.
 
     Each check leaves the engine serving model_dir as version 0.
     """

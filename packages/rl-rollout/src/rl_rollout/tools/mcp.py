@@ -183,7 +183,7 @@ class McpServer:
             remaining_s = self._not_before - time.monotonic()
             if remaining_s > 0:
                 raise ToolError(
-                    f"the server {self._name!r} is down ({self._reason}); the next restart is in {remaining_s:.0f} s."
+                    f"the server {self._name!r} is down ({self._reason}); it can be restarted in {remaining_s:.0f} s."
                 )
             self._starting = asyncio.create_task(self._open_connection())
             self._starting.add_done_callback(

@@ -20,7 +20,7 @@ class Signature:
 
         Raises:
             SettingsError: The function has *args, **kwargs or positional-only parameters, or a parameter without a type
-            or with one that JSON cannot represent.
+                or with one that JSON cannot represent.
             MissingExtraError: pydantic is not installed.
         """
         try:
