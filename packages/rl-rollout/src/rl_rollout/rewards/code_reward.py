@@ -35,7 +35,7 @@ class Outcome:
 
     Attributes:
         is_passed: True if the program did what the test expects.
-        is_timed_out: True if the time was up.
+        is_timed_out: True if the time ran out.
         reason: Why the test failed.
     """
 
@@ -165,7 +165,7 @@ class CodeReward:
             remaining_s = ends_at - time.monotonic()
             if remaining_s <= 0:
                 late = Outcome(
-                    is_passed=False, is_timed_out=True, reason=f"the {self.total_s:g} s for all tests were up"
+                    is_passed=False, is_timed_out=True, reason=f"the {self.total_s:g} s for all tests ran out"
                 )
                 return outcomes + [late] * (len(cases) - len(outcomes))
             outcomes.append(
