@@ -136,7 +136,7 @@ def bad_tools():
     ("said", "outcome", "told"),
     [
         (call("fail"), "raised", "Error: fail raised ValueError: broken"),
-        (call("hang"), "timed_out", "Error: hang gave nothing for 0.05 s."),
+        (call("hang"), "timed_out", "Error: hang did not return within 0.05 s."),
         (call("flood"), "truncated", "[cut: the first 200 of 10000000 characters]"),
         (call("nope"), "unknown_tool", "Error: unknown tool 'nope'."),
         (call("add", a=1), "raised", "Error: add raised KeyError"),

@@ -40,9 +40,9 @@ async def connect_and_close(name, options):
         ),
         (
             {"command": (sys.executable, "-c", "import time; time.sleep(600)"), "start_timeout_s": 0.3},
-            r"did not start: TimeoutError: no answer for 0\.3 s",
+            r"did not start: TimeoutError: no answer within 0\.3 s",
         ),
-        ({"url": "http://127.0.0.1:9/mcp"}, "did not start: ConnectError.* Is it running"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "did not start: ConnectError.* Check that it is running"),
         ({"command": COMMAND, "cwd": "/no-such-folder"}, ": cwd must be a folder; found '/no-such-folder'"),
     ],
 )
