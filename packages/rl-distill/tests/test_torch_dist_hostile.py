@@ -81,7 +81,7 @@ def other(name: str, value: Any) -> Callable[[Metadata], None]:
 
 
 TABLES: dict[str, tuple[Callable[[Metadata], None], str]] = {
-    "tensor missing": (lambda table: table.state_dict_metadata.pop("a"), r"has no tensor 'a'; this model needs it with shape"),
+    "tensor missing": (lambda table: table.state_dict_metadata.pop("a"), r"has no tensor 'a'; this model needs"),
     "tensor too many": (
         lambda table: table.state_dict_metadata.update(c=table.state_dict_metadata["a"]),
         "does not locate",
@@ -196,9 +196,9 @@ def description(value: torch.Tensor) -> bytes:
 WRONG_ORDER = b"big" if sys.byteorder == "little" else b"little"
 CHUNKS: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "code": (lambda path: torch_saved(Bomb(path)), "KeyError"),
-    "code beside elements": (lambda path: replaced("data.pkl", pickle.dumps(Bomb(path), 2)), r"the pickle names posix\.mkdir"),
+    "code beside elements": (lambda path: replaced("data.pkl", pickle.dumps(Bomb(path), 2)), r"names posix\.mkdir"),
     "a list": (lambda _: torch_saved([B]), "its pickle does not describe a dense tensor"),
-    "a parameter": (lambda _: torch_saved(torch.nn.Parameter(B)), r"the pickle names torch\._utils\._rebuild_parameter"),
+    "a parameter": (lambda _: torch_saved(torch.nn.Parameter(B)), r"names torch\._utils\._rebuild_parameter"),
     "sparse": (lambda _: torch_saved(B.to_sparse()), "must have 20 bytes|names torch"),
     "more axes": (lambda _: torch_saved(B[None]), "its pickle does not describe a dense tensor"),
     "other dtype": (lambda _: torch_saved(B.int()), "its pickle describes another"),
@@ -242,7 +242,7 @@ def test_a_zip_with_an_absurd_table_of_members_is_not_read(tmp_path: Path) -> No
     with (tmp_path / FILES[1]).open("r+b") as file:
         file.seek(-len(end), os.SEEK_END)
         file.write(end)
-    with pytest.raises(CheckpointError, match=rf"ValueError: a read of {size - 22} bytes at once, more than any chunk needs"):
+    with pytest.raises(CheckpointError, match=rf"ValueError: a read of {size - 22} bytes at once, more than any chunk"):
         TensorFolder(tmp_path).read([empty("w", (1 << 20,))])
 
 

@@ -170,7 +170,7 @@ def _tensor(name: str, entry: Any, places: _Places) -> StoredTensor:
     found = _state(entry, "TensorStorageMetadata")
     dtype, layout, *_ = _state(found["properties"], "TensorProperties", kind=tuple)
     if dtype.name not in _DTYPES or layout.args != ("torch.strided",):
-        raise CheckpointError(f"tensor {name[:200]!r} must be a dense tensor of numbers; found {dtype} in another layout")
+        raise CheckpointError(f"tensor {name[:200]!r} must be a dense tensor; found {dtype} in another layout")
     chunks = []
     for chunk in found["chunks"]:
         state = _state(chunk, "ChunkStorageMetadata")
