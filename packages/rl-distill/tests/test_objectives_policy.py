@@ -149,7 +149,7 @@ def test_coefficient_without_its_input_is_refused():
             r"share of policy loss 'kl_cov' must be a number in \(0, 1\]; found 2.0",
         ),
         ({"policy_loss_options": {"clip": 0.1}}, "unknown option of policy loss 'ppo_clip': 'clip'"),
-        ({"clip_low": 0.1, "policy_loss_options": {"clip_low": 0.1}}, "clip_low is set both as an option and in policy_loss_options"),
+        ({"clip_low": 0.1, "policy_loss_options": {"clip_low": 0.1}}, "clip_low is set both as an option and in"),
         ({"correction": "tokens"}, "found 'tokens'"),
         ({"correction": "token", "correction_cap": 0.0}, r"correction_cap .* in \(0, inf\]; found 0.0"),
         ({"kl_coefficient": math.nan}, r"kl_coefficient of the policy objective .* in \[0, inf\); found nan"),

@@ -80,7 +80,7 @@ def test_weights_of_tokens_that_do_not_train_are_refused(tied_policy: Path, make
     learner = MegatronLearner(tied_policy, OPTIONS)
     before = {name: tensor.clone() for name, tensor in learner.export_weights().items()}
 
-    with pytest.raises(ShapeError, match="must be 0 where loss_mask is False; found .* first in row 0"):
+    with pytest.raises(ShapeError, match=r"must be 0 where loss_mask is False; found .* first in row 0"):
         learner.train_step(none, supervised_objective)
 
     assert learner.step == 0
