@@ -153,7 +153,7 @@ def test_coefficient_without_its_input_is_refused():
         ({"correction": "tokens"}, "found 'tokens'"),
         ({"correction": "token", "correction_cap": 0.0}, r"correction_cap .* in \(0, inf\]; found 0.0"),
         ({"kl_coefficient": math.nan}, r"kl_coefficient of the policy objective .* in \[0, inf\); found nan"),
-        ({"policy_loss_options": 3}, "policy_loss_options .* must be values by name; found 3"),
+        ({"policy_loss_options": 3}, "policy_loss_options .* must be a mapping of names to values; found 3"),
         ({"kl_coefficient": -0.1}, "kl_coefficient .* found -0.1"),
         ({"entropy_coefficient": math.inf}, "entropy_coefficient .* found inf"),
         ({"old_logprobs": "logprobs"}, "old_logprobs .* one of 'old_logprobs', 'rollout_logprobs'; found 'logprobs'"),

@@ -163,7 +163,7 @@ class TorchLearner:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @converts_arguments
-    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:  # noqa: ARG002 - written at once
+    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:  # noqa: ARG002 - always in the foreground
         """Write a checkpoint into an empty directory, always in the foreground.
 
         Raises:

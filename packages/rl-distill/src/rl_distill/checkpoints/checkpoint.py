@@ -101,7 +101,7 @@ def finish_checkpoint(
 
     Args:
         directory: Folder of the checkpoint.
-        written: What each rank wrote into `state/`.
+        written: Result of `write_pieces` on each rank.
         source: The policy's configuration and tokenizer.
         names: Names of the tensors in `policy/`; the names of a critic's head make it a token classifier. For an
             adapter, the names of its A and B matrices in `adapter/`.
@@ -184,7 +184,7 @@ def read_header(directory: Path, *, config: PolicyConfig, dtype: str, adapter: T
         folder = directory / POLICY_FOLDER if saved is None else saved.base
         raise CheckpointError(
             f"{directory} is a checkpoint of another model: {_differences(folder, config)}. Load it "
-            "with the policy that it was saved from."
+            "with the policy it was saved from."
         )
     if header["dtype"] != dtype:
         raise CheckpointError(

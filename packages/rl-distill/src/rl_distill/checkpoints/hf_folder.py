@@ -75,15 +75,15 @@ class PolicyTensors:
     """
 
     def __init__(self, policy_dir: Path, config: PolicyConfig, *, optional: frozenset[str] = frozenset()) -> None:
-        """Open the files, and check from their headers that everything is there.
+        """Open the files, and check from their headers that all tensors exist.
 
         Args:
-            policy_dir: The folder.
-            config: What its config.json says.
+            policy_dir: The Hugging Face folder.
+            config: The parsed config.json.
             optional: Names of tensors that may be missing.
 
         Raises:
-            DataError: A file or tensor is missing, torn, of another shape or dtype.
+            DataError: A file or tensor is missing or torn, or has another shape or dtype.
         """
         self.num_bytes_read = 0
         paths, listed = _weight_files(policy_dir)

@@ -39,7 +39,7 @@ class AdaptiveKL:
         check_fields(self, owner="the KL control")
         if self.target is not None and self.coefficient == 0.0:
             raise SettingsError(
-                "coefficient of the KL control must be above 0 if there is a target, since it is adapted by factors; "
+                "coefficient of the KL control must be above 0 if there is a target, since adapting multiplies it; "
                 f"found 0 with target = {self.target}. Set a positive coefficient, or target = None."
             )
 

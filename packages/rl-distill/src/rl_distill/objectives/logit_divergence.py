@@ -215,8 +215,8 @@ def _refuse_unknown_tokens(teacher: TeacherTokens, num_tokens: int) -> None:
         at = int(is_wrong.nonzero()[0])
         raise DataError(
             f"a teacher's ids must be below {num_tokens}, the student's vocabulary size; found "
-            f"{int(teacher.ids[at].max())} at token {at}, and {int(is_wrong.sum())} such tokens. For teachers with "
-            'another vocabulary, use kind = "uld".'
+            f"{int(teacher.ids[at].max())} at token {at} ({int(is_wrong.sum())} such tokens in total). For teachers "
+            'with another vocabulary, use kind = "uld".'
         )
 
 

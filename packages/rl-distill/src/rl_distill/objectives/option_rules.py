@@ -107,8 +107,8 @@ PLAIN_RULES: dict[object, OptionRule] = {
     float: number(can_be_inf=True),
     int: whole_number(),
     bool: OptionRule("True or False", lambda value: isinstance(value, bool)),
-    str: OptionRule("a text", lambda value: isinstance(value, str)),
-    Mapping: OptionRule("values by name", lambda value: isinstance(value, Mapping)),
+    str: OptionRule("a string", lambda value: isinstance(value, str)),
+    Mapping: OptionRule("a mapping of names to values", lambda value: isinstance(value, Mapping)),
 }
 """Rules for annotations that have no rule of their own."""
 

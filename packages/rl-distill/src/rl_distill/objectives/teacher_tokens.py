@@ -12,7 +12,7 @@ from rl_distill.objectives.shapes import AGREEMENT
 MAX_MASS = 1.05
 """Maximum sum of probabilities; above 1, since bfloat16 logprobs are rounded."""
 
-BUILD = "Pass the top K without it to `TeacherTokens.from_top_k`, or score the sampled tokens too."
+BUILD = "Pass only the top K to `TeacherTokens.from_top_k`, or score the sampled tokens too."
 TAKE_LOGS = "Pass `log_softmax` of its logits, not logits or probabilities."
 PACK = "For padded rows, pass only the trained tokens, `ids[mask]` and `logprobs[mask]`."
 """Remedies used in messages."""
@@ -123,7 +123,8 @@ def _check_values(teacher: TeacherTokens) -> None:
             at = int(is_wrong.nonzero()[0])
             found = values[at].tolist() if values.ndim == 1 else values[at, :8].tolist()
             raise DataError(
-                f"a teacher's {expected}; found {found} at token {at}, and {int(is_wrong.sum())} such tokens. {advice}"
+                f"a teacher's {expected}; found {found} at token {at} ({int(is_wrong.sum())} such tokens in total). "
+                f"{advice}"
             )
 
 
@@ -163,8 +164,8 @@ def check_sampled_tokens(ids: Tensor, sampled: Tensor, is_scored: Tensor) -> Non
         at = int(is_wrong.nonzero()[0])
         raise DataError(
             "the first column of a teacher's ids must be the sampled token, followed by the K most likely ones; "
-            f"found id {int(ids[at])} instead of {int(sampled[at])} at token {at}, and {int(is_wrong.sum())} such "
-            f"tokens. {BUILD}"
+            f"found id {int(ids[at])} instead of {int(sampled[at])} at token {at} ({int(is_wrong.sum())} such tokens "
+            f"in total). {BUILD}"
         )
 
 

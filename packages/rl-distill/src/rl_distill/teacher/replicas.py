@@ -378,5 +378,5 @@ def _state(place: _Place) -> str:
     if place.is_serving:
         return "serves"
     if place.restarting is not None:
-        return f"is being started again (died: {place.death})"
+        return f"is being restarted (died: {place.death})"
     return f"is not serving (died: {place.death})" if place.death is not None else "is not serving"

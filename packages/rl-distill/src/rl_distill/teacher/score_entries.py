@@ -159,7 +159,7 @@ def require_library() -> None:
 def entry_names(folder: Path) -> list[str]:
     """Return the names of folders that look like entries."""
     try:
-        return sorted(name for name in os.listdir(folder) if NAME.fullmatch(name))  # noqa: PTH208 (names alone)
+        return sorted(name for name in os.listdir(folder) if NAME.fullmatch(name))  # noqa: PTH208 - only names are needed
     except FileNotFoundError:
         return []
     except OSError as error:
