@@ -1,6 +1,6 @@
 """LoRA adapters in peft's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-A and B are stored unscaled; the configuration determines the factor applied to B @ A.
+A and B are stored without the factor that scales B @ A; the configuration determines it.
 """
 
 import json
@@ -85,7 +85,7 @@ class AdapterFolder:
         )
 
     def read(self, module: str) -> tuple[Tensor, Tensor]:
-        """Read A [rank, in] and B [out, rank] of a matrix in float32, unscaled.
+        """Read A [rank, in] and B [out, rank] of a matrix in float32, without scaling.
 
         Raises:
             DataError: They cannot be read, or have values that are not finite.
@@ -112,7 +112,7 @@ class AdapterFolder:
 
 
 def read_adapter(folder: Path, options: LoraOptions, modules: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """Read the A and B from which a learner starts, in float32, unscaled.
+    """Read the A and B from which a learner starts, in float32, without scaling.
 
     Args:
         folder: Folder of the adapter, in peft's format.
@@ -188,7 +188,7 @@ def write_adapter(
 
     Args:
         folder: Target folder; created if missing. It must not contain an adapter.
-        tensors: A and B of each module by Hugging Face name plus "lora_A.weight" or "lora_B.weight", unscaled.
+        tensors: A and B of each module by Hugging Face name plus "lora_A.weight" or "lora_B.weight", without scaling.
         options: Rank, alpha, rsLoRA and dropout.
         matrices: Names of all tensors of the policy. Target modules are shortened to their last part if that is
             unambiguous.
