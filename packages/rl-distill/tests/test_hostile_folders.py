@@ -86,7 +86,7 @@ def test_fused_experts_without_bytes_are_not_counted_out(tmp_path):
     save_file(
         {"model.layers.0.mlp.experts.gate_up_proj": torch.empty(100_000_000, 0, 8)}, tmp_path / "model.safetensors"
     )
-    with pytest.raises(DataError, match=r"must be of 4 experts; found 100000000"):
+    with pytest.raises(DataError, match=r"must have 4 experts; found 100000000"):
         PolicyTensors(tmp_path, config)
 
 

@@ -34,7 +34,7 @@ POLICY: Any = SimpleNamespace()
 
 def test_an_adapter_is_refused():
     check_learner(OPTIONS, ParallelOptions(), POLICY)
-    with pytest.raises(SettingsError, match=r"no matrices with an adapter beside them; found lora\.rank = 8"):
+    with pytest.raises(SettingsError, match=r"does not support adapters; found lora\.rank = 8"):
         check_learner(OPTIONS, ParallelOptions(), POLICY, lora=LoraOptions(rank=8))
 
 
