@@ -224,7 +224,7 @@ def test_the_reference_takes_all_tensors_and_no_other(mixture_dir: Path) -> None
     changed = reference_logprobs(mixture_dir, sequence, tensors={**tensors, name: -tensors[name]})
     assert np.abs(changed - plain).max() > 1e-3
     for wrong in ({**tensors, "model.layers.1.mlp.experts.9.down_proj.weight": tensors[name]}, {name: tensors[name]}):
-        with pytest.raises(AssertionError, match=r"model\.layers\.1\.mlp.*must be in both the model and the given tensors"):
+        with pytest.raises(AssertionError, match=r"model\.layers\.1\.mlp.*must be in both the model and"):
             reference_logprobs(mixture_dir, sequence, tensors=wrong)
 
 

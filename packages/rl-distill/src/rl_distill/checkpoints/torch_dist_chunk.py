@@ -95,7 +95,10 @@ def _read(archive: zipfile.ZipFile, sizes: Shape, dtype: torch.dtype) -> Tensor:
     described = archive.getinfo(members["data.pkl"])
     elements = archive.getinfo(members["data/0"])
     num_bytes = math.prod(sizes) * dtype.itemsize
-    if described.file_size > MAX_PICKLE_BYTES or elements.file_size != num_bytes:
+    if described.file_size > MAX_PICKLE_BYTES:
+        size = described.file_size
+        raise CheckpointError(f"the chunk's pickle has {size} bytes; at most {MAX_PICKLE_BYTES} are allowed")
+    if elements.file_size != num_bytes:
         raise CheckpointError(f"the chunk must have {num_bytes} bytes of elements; found {elements.file_size}")
     if any(member.compress_type != zipfile.ZIP_STORED for member in (described, elements)):
         raise CheckpointError("the chunk is compressed, but torch never compresses")

@@ -205,7 +205,7 @@ def _faults(scores: TeacherScores, row: TeacherRow, shape: ScoreShape) -> Iterat
     )
     yield (
         _any((ids < NO_TOKEN) | (ids >= shape.vocab_size)),
-        f"token ids below {shape.vocab_size}, the student's vocabulary",
+        f"token ids below {shape.vocab_size}, the size of the vocabulary",
         ids,
         'Use a teacher with the student\'s vocabulary, or set distillation.other_tokenizer = "align".',
     )
