@@ -52,7 +52,12 @@ async def main(nodes):
         say("afar", "last words from afar" in said)
         asked = await far.stacks(deadline_s=DEADLINE_S)
         dumped = await asyncio.to_thread(dump_there, far._current._hello, far._current._mark, DEADLINE_S)
-        say("stacks", "its event loop turns" in asked, "What a signal had it write" in dumped, "Thread 0x" in dumped)
+        say(
+            "stacks",
+            "its event loop is responsive" in asked,
+            "Stacks dumped by signal" in dumped,
+            "Thread 0x" in dumped,
+        )
         os.kill(far.pid, signal.SIGKILL)
         error = await far.wait_death()
         say("process", f"learner[{far.rank}]" in str(error), "last words from afar" in str(error))

@@ -133,7 +133,7 @@ def of_the_version_before(fault: Fault) -> None:
 def with_the_tensors_before(fault: Fault) -> None:
     old = fault.served.adapter(fault.version - 1)
     fault.instead = lambda worker: worker.worker.replace_adapter(old, fault.version)
-    fault.named = "was changed on its way to the engine"
+    fault.named = "was changed in transit to the engine"
 
 
 def scaled_twice(fault: Fault) -> None:

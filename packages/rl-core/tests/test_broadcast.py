@@ -249,7 +249,7 @@ def test_a_worker_on_a_cpu_says_why_nccl_does_not_reach_it(transport: BroadcastT
     update = transport.pack({"a": torch.ones(1)}, version=1, tied={})
     assert update.broadcast is not None
     by_nccl = dataclasses.replace(update.broadcast, backend="nccl")
-    with pytest.raises(TransferError, match=r"by NCCL, and this member .* is on a CPU"):
+    with pytest.raises(TransferError, match=r"by NCCL, but this member .* is on a CPU"):
         BroadcastGroup(by_nccl, "a group", rank=1, size=2, device=CPU)
 
 
@@ -261,5 +261,5 @@ def test_a_meeting_is_plain_values(transport: BroadcastTransport) -> None:
 
 def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SettingsError, match=r'torch finds none here. Set weights.transport = "tcp" or "file"'):
+    with pytest.raises(SettingsError, match=r'but torch finds none. Set weights.transport = "tcp" or "file"'):
         BroadcastTransport(backend="nccl")

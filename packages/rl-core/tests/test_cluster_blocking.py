@@ -80,7 +80,7 @@ def test_stacks_come_where_a_role_in_the_process_blocks_the_thread_of_all():
     assert "has not answered for" in text
     assert "Blocker.may_end.wait(START_S)" in text
     group.close()
-    assert group.stacks(deadline_s=START_S) == ["The group of roles is closed, or asks itself."]
+    assert group.stacks(deadline_s=START_S) == ["The group of roles is closed, or was called from its own thread."]
 
 
 def test_a_thread_whose_event_loop_runs_can_wait_too(group):

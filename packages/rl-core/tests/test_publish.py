@@ -120,7 +120,7 @@ def test_a_tensor_corrupted_on_its_way_is_named():
             tensors["norm.weight"].view(torch.int32)[2] ^= 1
             return tensors
 
-    with pytest.raises(WeightProofError, match=r"'norm\.weight' was changed on its way.*version 5") as caught:
+    with pytest.raises(WeightProofError, match=r"'norm\.weight' was changed in transit.*version 5") as caught:
         publish(FlippedBit())
     assert caught.value.tensor == "norm.weight"
 

@@ -141,7 +141,7 @@ def test_a_full_disk_says_what_to_do_and_leaves_nothing_behind(tmp_path):
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "slots")]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
     assert f"no space for {1 << 24} bytes in {tmp_path / 'slots'}" in said[0]
-    assert "Free some, or set capacity_bytes." in said[0]
+    assert "Free space, or set capacity_bytes." in said[0]
     assert said[1:] == ["True", str(1 << 24)]
 
 

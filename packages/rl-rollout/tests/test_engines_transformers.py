@@ -139,7 +139,7 @@ def test_a_rank_that_fails_midway_fails_the_engine_and_is_named(
     offers = [sender.offer(part, ranks.options, version=3) for sender, part in zip(ranks.senders, parts, strict=True)]
     update = join_offers(offers, tensors, version=3, tied=TIED_HEAD)
     broken.set()
-    with pytest.raises(EngineError, match=r"rank 1 of the learner: .*did not get through"):
+    with pytest.raises(EngineError, match=r"rank 1 of the learner: .*could not be transferred"):
         asyncio.run(engine.update_weights(update))
     with pytest.raises(EngineError, match="rank 1 of the learner"):
         generate(engine)

@@ -203,7 +203,7 @@ class Faults:
         second.copy_(kept)
 
 
-WRONG_BITS, OTHER_BASE = "serves something else: it was read back", "of the base is not what the adapter"
+WRONG_BITS, OTHER_BASE = "serves something else: it was read back", "is not the one on which the adapter"
 FAULTS: dict[str, tuple[Callable[[Faults, Tensors], None], str]] = {
     "one bit flipped": (Faults.flip_bit, WRONG_BITS),
     "one sign changed": (Faults.change_sign, WRONG_BITS),

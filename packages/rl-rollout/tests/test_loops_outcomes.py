@@ -146,7 +146,7 @@ def test_what_is_no_session_fails_alone(change, failure, options):
         (lambda t: SessionResult(trajectories=(t, 3), failure="lost"), "trajectories of SessionResult must be a tuple"),
         (
             lambda _: SessionResult(failure=OSError("x")),
-            r"failure of SessionResult must be a text or None; found OSErr",
+            r"failure of SessionResult must be a string or None; found OSErr",
         ),
         (given(reward="1"), r"reward of Trajectory\(.*\) must be a number or None; found '1' \(str\)"),
         (given(reward=UnlikeNumber()), r"reward of Trajectory\(.*\) must be a number or None; found .*UnlikeNumber"),

@@ -71,7 +71,7 @@ class PoolChecks(ClusterChecks):
             pool = ResourcePool(name="shared", size=1, cpus=0.5)
             first = await cluster.start(echo(cpus=0.25), pool=pool, deadline_s=START_S)
             second = await cluster.start(echo(cpus=0.25), pool=pool, deadline_s=START_S)
-            with refuses(SettingsError, "two pools are called 'shared'"):
+            with refuses(SettingsError, "pool name 'shared' is used twice"):
                 await cluster.start(echo(), pool=ResourcePool(name="shared", size=2), deadline_s=START_S)
             with refuses(DeadlineError, "'echo'", "0.25 CPUs", "'shared'", "with 0 CPUs and 0 GPUs free"):
                 await cluster.start(echo(cpus=0.25), pool=pool, deadline_s=0.2)
