@@ -13,7 +13,7 @@ from rl_rollout.engines.tickets import Ticket
 from rl_rollout.engines.waiting import Changes, Turn
 
 LIVING: Mapping[str, EngineState] = {"starting": "starting", "serving": "serving", "restarting": "restarting"}
-"""State of an engine in this process that is not dead, in the terms of roles."""
+"""State of an engine in this process that is not dead, by the state of its role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,10 +22,10 @@ class Published:
 
     Attributes:
         update: None for the weights that engines load themselves.
-        canary: Prompts for the proof. None relies on the receipt.
+        canary: Sequences for the proof. None relies on the receipt.
         tolerances: Tolerances of the proof.
-        drain_deadline_s: Maximum seconds for a replica to end its requests before it takes the update. None lets them
-            continue under the new weights.
+        drain_deadline_s: Maximum seconds for a replica to finish its requests before the update. None continues them
+            with the new weights.
     """
 
     update: WeightUpdate | None = None
