@@ -209,7 +209,7 @@ def test_adapters_of_the_attention_are_served_beside_proven_experts(
         mixture.check(update, receipt)
     assert raised.value.tensor in fault.named
     experts = make_adapter(weights, rank=8, seed=1)  # of all linear layers
-    with pytest.raises(EngineError, match=r"without room for an adapter of .*experts"):
+    with pytest.raises(EngineError, match=r"without a slot for an adapter of .*experts"):
         mixture.update(TensorTransport().pack(experts, version=6, tied={}, adapter=told))
     mixture.update(packed(weights, version=0))
 

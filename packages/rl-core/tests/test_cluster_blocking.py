@@ -49,7 +49,7 @@ def test_stacks_are_asked_for_while_another_thread_waits_for_a_call(group):
     caller.start()
     try:
         wait_until(lambda: all("wait_until_open" in text for text in group.stacks(deadline_s=START_S)), "the calls")
-        assert "under way: 'wait_until_open' for" in group.stacks(deadline_s=START_S)[1]
+        assert "pending calls: 'wait_until_open' for" in group.stacks(deadline_s=START_S)[1]
     finally:
         group.call_all("open")
         caller.join(START_S)

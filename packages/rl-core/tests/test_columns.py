@@ -41,9 +41,9 @@ def test_a_column_of_ones_own_is_declared_once_or_the_same_again():
     declare_column("own_value", ColumnSpec(dtype="float16", is_ragged=False, meaning="In other words."))
     assert column_spec("own_value") == spec
     for other in (ColumnSpec(dtype="float32", is_ragged=False, meaning="."), _ragged("float16")):
-        with pytest.raises(DataError, match="'own_value' is declared already"):
+        with pytest.raises(DataError, match="'own_value' is already declared"):
             declare_column("own_value", other)
-    with pytest.raises(DataError, match="'reward' is declared already"):
+    with pytest.raises(DataError, match="'reward' is already declared"):
         declare_column("reward", _ragged("float32"))
 
 

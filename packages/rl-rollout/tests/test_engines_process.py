@@ -250,7 +250,7 @@ def test_weights_do_not_wait_for_a_process_that_is_started_again(tied_model_dir:
         async with asyncio.timeout(60):
             while engine.state != "restarting":
                 await asyncio.sleep(0.01)
-        with pytest.raises(EngineDiedError, match="is being started again, and takes no weights now"):
+        with pytest.raises(EngineDiedError, match="is restarting; it accepts no weights now"):
             await engine.update_weights(transport.pack(tensors, version=1, tied=TIED_HEAD))
         asked.set()
         (found,) = await engine.generate(GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=2)))

@@ -355,13 +355,13 @@ def test_an_engine_that_has_slept_serves_as_before_once_it_has_weights(
     tensors, before, held = load(tied_model_dir), generate(sleepy, num_samples=2, seed=4), weight_bytes(sleepy)
     asyncio.run(sleepy.sleep(level))
     assert weight_bytes(sleepy) == (held if level == 1 else 0)
-    with refuses("sleeps"):
+    with refuses("is asleep"):
         generate(sleepy)
     asyncio.run(sleepy.wake())
     if level == 2:
         with refuses("publish all weights first"):
             generate(sleepy)
-        with refuses("drops its weights, and it cannot be asked"):
+        with refuses("drops its weights, so it cannot serve"):
             asyncio.run(sleepy.score([PROMPT]))
         told = AdapterUpdate(rank=1, base=digest_tensors(tensors))
         with refuses("an adapter has no base"):

@@ -38,7 +38,7 @@ def encodable_json(value: Json, *, max_levels: int = MAX_LEVELS, keep_infinite: 
     if not isinstance(value, Mapping | list | tuple):
         return value
     if not max_levels:
-        raise DataError(f"JSON must have at most {MAX_LEVELS} levels.")
+        raise DataError(f"JSON of more than {MAX_LEVELS} levels.")
     if not isinstance(value, Mapping):
         return [encodable_json(part, max_levels=max_levels - 1, keep_infinite=keep_infinite) for part in value]
     read = {
@@ -48,5 +48,5 @@ def encodable_json(value: Json, *, max_levels: int = MAX_LEVELS, keep_infinite: 
         for key, part in value.items()
     }
     if len(read) < len(value):
-        raise DataError("JSON has two keys that differ only in lone surrogates.")
+        raise DataError("JSON with two keys that differ only in lone surrogates.")
     return read

@@ -105,7 +105,7 @@ class Episode:
                 f"the environment's step returned observation = {_seen(observation)}; expected a string."
             )
         if not isinstance(is_done, bool | np.bool_):
-            raise RolloutError(f"the environment's step returned is_done =  {_seen(is_done)}; expected True or False.")
+            raise RolloutError(f"the environment's step returned is_done = {_seen(is_done)}; expected True or False.")
         if reward is None:
             self.other_s += elapsed_s
         else:
