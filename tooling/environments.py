@@ -150,13 +150,18 @@ DOCS = Environment(
 )
 
 
-def unit_environment(package: str) -> Environment:
-    """A package with what it declares and the test runner, nothing else; versions from the lock."""
+def unit_environment(package: str, *, without_torch: bool = False) -> Environment:
+    """A package with what it declares and the test runner, nothing else; versions from the lock.
+
+    `without_torch` leaves out the extra `torch`, which rl-core alone can do without.
+    """
     projects = UNIT_EXTRAS[package]
+    if without_torch:
+        projects = tuple(project.replace("[torch,", "[") for project in projects)
     needs_torch = any("torch" in r or "rl-distill" in r for r in projects)
     metadata = [f"packages/{r.partition('[')[0]}/pyproject.toml" for r in projects]
     return Environment(
-        name=f"unit-{package}",
+        name=f"unit-{package}{'-without-torch' if projects != UNIT_EXTRAS[package] else ''}",
         cost="1 GB on disk, up to a minute" if needs_torch else "15 s",
         steps=(
             *(((*CONSTRAINTS, TORCH),) if needs_torch else ()),

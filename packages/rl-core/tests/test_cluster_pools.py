@@ -105,6 +105,7 @@ def devices_of(work):
     return asyncio.run(run())
 
 
+@pytest.mark.one_python("it starts six processes to read one variable")
 def test_each_process_sees_its_own_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
 

@@ -219,7 +219,7 @@ def test_an_adapter_belongs_to_its_base(
     shutil.copytree(saved / "adapter", tmp_path / "alone")
     with pytest.raises(DataError, match="has other weights than the base model of"):
         merge_adapter(tmp_path / "alone", tmp_path / "merged", base=other)
-    with pytest.raises(DataError, match="was trained on a base model with other weights than this policy's"):
+    with pytest.raises(DataError, match="was trained on a base model whose weights differ from this policy's"):
         MegatronLearner(other, OPTIONS, lora=replace(LORA, path=tmp_path / "alone"))
 
 

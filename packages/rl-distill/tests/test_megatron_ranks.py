@@ -46,7 +46,7 @@ def test_ranks_say_where_they_are_while_one_waits_for_the_other_in_a_collective(
 def test_ended_ranks_say_so() -> None:
     ranks = LearnerRanks(ParallelOptions(ranks=2), num_threads=1, deadline_s=START_S)
     ranks.close()
-    assert ranks.stacks(deadline_s=1) == ["The ranks of the learner were ended."]
+    assert ranks.stacks(deadline_s=1) == ["The ranks of the learner were stopped."]
 
 
 def test_a_rank_in_this_process_says_what_the_process_does() -> None:
