@@ -56,7 +56,7 @@ def test_columns_hold_numbers_or_bools(dtype):
 
 @pytest.mark.parametrize("name", ["", "#prompt", "#"])
 def test_names_of_the_keys_of_rows_are_not_columns(name):
-    with pytest.raises(DataError, match="does not begin with '#'"):
+    with pytest.raises(DataError, match="must not be empty or begin with '#'"):
         declare_column(name, _ragged("float32"))
 
 

@@ -130,7 +130,7 @@ def test_prompts_keep_everything_that_they_have(tmp_path, opened):
 def test_a_prompt_that_is_not_json_is_refused_and_the_queue_goes_on(tmp_path, opened):
     queue = opened(tmp_path)
     odd = Prompt(uid="odd", input_ids=make_prompt("x").input_ids, columns={"f": object()})
-    with pytest.raises(DataError, match="prompt 'odd', apart from its tokens, must be encodable as JSON"):
+    with pytest.raises(DataError, match="prompt 'odd', apart from its tokens, must consist of JSON values"):
         queue.issue([make_prompt("p0"), odd], num_sessions=1)
     assert queue.ledger() == []
     queue.issue([make_prompt("p0")], num_sessions=1)

@@ -133,7 +133,9 @@ def test_a_rollout_that_is_cancelled_ends_every_agent_and_leaves_nothing(tmp_pat
 
 def test_what_is_not_an_agents_doing_fails_its_session(tmp_path):
     (session,), given = run_agent(["python", "-c", "import sys; sys.exit('no model given')"])
-    assert session.failure == ("the agent received no response from the policy: it exited with code 1; its output: no model given")
+    assert session.failure == (
+        "the agent received no response from the policy: it exited with code 1; its output: no model given"
+    )
     says = ["python", "-c", "import os, sys; sys.exit(os.environ['TOKEN'])"]
     (session,), _ = run_agent(says, env={"TOKEN": "secret-of-a-service"})
     assert session.failure.endswith("its output: (redacted)")

@@ -78,7 +78,12 @@ def test_masking_sampled_tokens_passes():
     [
         ("input_ids", 3, 4, r"p/0/0: token 3 \(4\) is trained, but no request sampled it.* matches .* up to token 3"),
         ("input_ids", 0, 4, r"token 2 \(5\) is trained, but no request sampled it"),
-        ("input_ids", 4, 3, r"token 6 \(7\) is trained, but no request sampled it: the closest one, with 6 input tokens"),
+        (
+            "input_ids",
+            4,
+            3,
+            r"token 6 \(7\) is trained, but no request sampled it: the closest one, with 6 input tokens",
+        ),
         ("rollout_logprobs", 7, -0.5, r"token 7 \(1\) .* another logprob or policy version"),
         ("rollout_logprobs", 7, np.nan, r"token 7 \(1\) .* another logprob or policy version"),
         ("rollout_logprobs", 7, np.nextafter(np.float32(-0.4), np.float32(0)), "token 7 .* another logprob"),
@@ -424,7 +429,8 @@ def test_trajectories_under_anothers_name_are_found():
     first, *_ = run(Misnaming())
     assert [session.failure is None for session in first.sessions] == [False, True, False]
     assert first.failures[0] == (
-        "agent loop Misnaming returned a trajectory named ('u0', 2, 0) (prompt, session, output); expected ('u0', 0, 0)."
+        "agent loop Misnaming returned a trajectory named ('u0', 2, 0) (prompt, session, output); "
+        "expected ('u0', 0, 0)."
     )
 
 

@@ -171,7 +171,7 @@ def rollout_of(loop, speaker):
         ("number", r"the environment's reset returned 3 \(int\); expected a string or None"),
         (
             "pair",
-            r"the environment's step returned \('a', 1.0\) \(tuple\); expected \(observation, reward or None, is_done\)",
+            r"the environment's step returned \('a', 1.0\) \(tuple\); expected \(observation, reward or None",
         ),
         ("nan", r"the environment's step returned reward = nan \(float\); expected a finite number"),
         ("text", r"the environment's step returned reward = 'b' \(str\); expected a finite number"),

@@ -132,7 +132,10 @@ def test_control_tokens_in_a_reply_are_broken_up():
         ("{{ messages[-1].content }}<|im_end|>", "renders earlier messages differently once later ones follow"),
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}", "omits the ass"),
         ("{% for m in messages if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endfor %}", "omits the reply"),
-        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", r"it writes '\\n', which contains none of the end tokens"),
+        (
+            "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+            r"it writes '\\n', which contains none of the end tokens",
+        ),
         (
             "{% for m in messages %}{{ m.content }}<|im_end|>{% if m.role == 'tool' %}{{ loop.index }}{% endif %}"
             "{% endfor %}",

@@ -63,7 +63,9 @@ def test_a_turn_in_another_context_is_refused_by_its_place(off):
     mask = [0] + [1] * 10 + [0] * 2 + [1] * 20
     more = np.zeros(len(mask))
     more[13:] = off
-    with pytest.raises(DataError, match=r"output 0: scored again, the 20 tokens from 13 on differ .* a different context"):
+    with pytest.raises(
+        DataError, match=r"output 0: scored again, the 20 tokens from 13 on differ .* a different context"
+    ):
         check(Scoring(more=more), [trajectory(mask)])
 
 

@@ -11,7 +11,7 @@ from rl_rollout.rollout import GroupResult
 
 @settings_record
 class RefillOptions:
-    """Options of dynamic sampling.
+    """Options of dynamic sampling, which replaces groups that a filter refuses.
 
     Attributes:
         filter: Which groups to keep: "reward_spread" (groups whose rewards differ), the name of a filter that another

@@ -28,7 +28,7 @@ MAX_TOML_STEPS = 1 << 21
 def open_plain(
     file: Path, *, error: type[RLError] = DataError, follows_links: bool = True
 ) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file for reading, and also return its size.
+    """Open a regular file for reading, and return its size with it.
 
     Args:
         file: Path of the file.

@@ -27,7 +27,7 @@ def check_prompt(prompt: Prompt) -> None:
     try:
         prompt.uid.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"the uid of a prompt must be encodable as UTF-8; found {prompt.uid!r}.") from error
+        raise DataError(f"the uid of a prompt must be valid Unicode; found {prompt.uid!r}.") from error
 
 
 def encode_prompt(prompt: Prompt) -> bytes:
@@ -49,7 +49,9 @@ def encode_prompt(prompt: Prompt) -> bytes:
             )
         )
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise DataError(f"prompt {prompt.uid!r}, apart from its tokens, must be encodable as JSON: {error}.") from error
+        raise DataError(
+            f"prompt {prompt.uid!r}, apart from its tokens, must consist of JSON values: {error}."
+        ) from error
 
 
 def decode_prompt(encoded: bytes) -> Prompt:
