@@ -36,7 +36,7 @@ async def main(nodes):
             pool = ResourcePool(name=strategy, size=size, cpus=1, strategy=strategy)
             start = cluster.start_group(RoleSpec(name="echo", factory=ECHO), size=1, pool=pool, deadline_s=DEADLINE_S)
             kind, text = await refused(start)
-            say("refused", kind, text[text.index("room for") :].partition(".")[0], text.count("2 CPUs and 0 GPUs"))
+            say("refused", kind, text[text.index("enough for") :].partition(".")[0], text.count("2 CPUs and 0 GPUs"))
         apart = ResourcePool(name="apart", size=3, cpus=1, strategy="strict_spread")
         learners = await cluster.start_group(
             RoleSpec(name="learner", factory=ECHO), size=3, pool=apart, deadline_s=DEADLINE_S

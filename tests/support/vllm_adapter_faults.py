@@ -109,7 +109,7 @@ def delivered_to_both_slots(fault: Fault) -> None:
 
 def evicted(fault: Fault) -> None:
     fault.after = lambda worker: manager_of(worker).remove_adapter(1)
-    fault.named = "they hold [None, None]"
+    fault.named = "found [None, None]"
 
 
 def left_to_be_evicted(fault: Fault) -> None:

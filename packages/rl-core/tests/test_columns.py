@@ -49,7 +49,7 @@ def test_a_column_of_ones_own_is_declared_once_or_the_same_again():
 
 @pytest.mark.parametrize("dtype", ["object", "str", "datetime64[s]", "complex64", "S4"])
 def test_columns_hold_numbers_or_bools(dtype):
-    with pytest.raises(DataError, match="'own_value' must hold numbers or bools"):
+    with pytest.raises(DataError, match="'own_value' must contain numbers or bools"):
         declare_column("own_value", _ragged(dtype))
     assert "own_value" not in COLUMNS
 

@@ -216,7 +216,7 @@ def test_extras_must_be_json():
 
 def test_arrays_that_travel_are_little_endian_numbers_of_few_dimensions():
     deep = Batch([RowKey("p0", 0, 0)], {"segment_matrix": np.zeros((1,) * 9, dtype=np.int64)})
-    with pytest.raises(DataError, match=r"'segment_matrix' must hold .* at most 8 dimensions; found int64 in 9"):
+    with pytest.raises(DataError, match=r"'segment_matrix' must contain .* at most 8 dimensions; found int64 in 9"):
         encode_segment(deep)
     swapped = Batch([RowKey("p0", 0, 0)], {"segment_matrix": np.zeros(1, dtype=np.int64)})
     swapped._columns["segment_matrix"] = np.zeros(1, dtype=">i8")
@@ -297,8 +297,8 @@ BIG = 1 << 60
         ("input_ids", {"place": -64}, ["'input_ids'", "-64"]),
         ("input_ids", {"place": BIG}, ["'input_ids'", "has bytes"]),
         ("input_ids", {"place": 1 << 80}, []),
-        ("input_ids", {"place": 0}, ["'input_ids'", "lies over"]),
-        ("input_ids", {"place": 64}, ["'input_ids'", "lies over"]),
+        ("input_ids", {"place": 0}, ["'input_ids'", "overlaps"]),
+        ("input_ids", {"place": 64}, ["'input_ids'", "overlaps"]),
         ("input_ids", {"dtype": "object"}, ["'input_ids'", "'object'"]),
         ("input_ids", {"dtype": "O"}, ["'input_ids'", "'O'"]),
         ("input_ids", {"dtype": "U100"}, ["'input_ids'"]),
@@ -370,7 +370,7 @@ def test_arrays_over_each_other_and_out_of_place_are_refused():
     def at_the_end(schema):
         array(schema, "reward")["place"] = 1 << 20
 
-    refused(edited(over), "'rollout_logprobs'", "lies over")
+    refused(edited(over), "'rollout_logprobs'", "overlaps")
     refused(edited(unaligned), "'input_ids'", "multiples of 64")
     refused(edited(at_the_end), "'reward'", "has bytes")
 

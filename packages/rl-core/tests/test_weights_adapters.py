@@ -213,7 +213,7 @@ def test_an_adapter_that_is_not_served_is_named(name: str) -> None:
 def test_what_the_engine_finds_itself_fails_the_proof() -> None:
     engine = FakeEngine()
     engine.problems = ("q_proj scales its adapter by 2.0.", "the adapter is in slot 1.")
-    with pytest.raises(WeightProofError, match=r"of version 5: q_proj scales .* by 2\.0\. the adapter is in slot 1"):
+    with pytest.raises(WeightProofError, match=r"for version 5: q_proj scales .* by 2\.0\. the adapter is in slot 1"):
         publish(engine)
 
 

@@ -133,7 +133,7 @@ def test_requests_without_their_adapter_fail_alone(served: Served) -> None:
         assert isinstance(error, EngineError)
         assert "slots of adapters must contain [1, None]; found [None, None]. Publish the weights again." in str(error)
     assert [len(sample.token_ids) > 0 for sample in of_base] == [True] * 4
-    with refuses("they hold [None, None]"):
+    with refuses("found [None, None]"):
         asyncio.run(served.engine.generate(request))
     served.publish(served.packed(served.adapter(1), 2))
     assert asyncio.run(served.engine.generate(request))[0].policy_versions[0] == 2

@@ -91,7 +91,7 @@ def declare_column(name: str, spec: ColumnSpec) -> None:
             f"the name of a column must not be empty or begin with '#', which is reserved for row keys; found {name!r}."
         )
     if np.dtype(spec.dtype).kind not in "biuf":
-        raise DataError(f"column {name!r} must hold numbers or bools; found dtype {spec.dtype}.")
+        raise DataError(f"column {name!r} must contain numbers or bools; found dtype {spec.dtype}.")
     known = COLUMNS.setdefault(name, spec)
     if (known.dtype, known.is_ragged) != (spec.dtype, spec.is_ragged):
         raise DataError(f"column {name!r} is already declared as {known}; found {spec}. Choose another name.")

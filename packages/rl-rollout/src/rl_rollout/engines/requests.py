@@ -91,7 +91,7 @@ def check_token_ids(token_ids: IntArray, traits: EngineTraits, *, what: str) -> 
     low, high = int(token_ids.min()), int(token_ids.max())
     if low < 0 or high >= traits.vocab_size:
         raise EngineError(
-            f"{what} must hold token ids from 0 to {traits.vocab_size - 1}; found {low if low < 0 else high}. "
+            f"{what} must contain token ids from 0 to {traits.vocab_size - 1}; found {low if low < 0 else high}. "
             "Check that the tokenizer belongs to this model."
         )
 

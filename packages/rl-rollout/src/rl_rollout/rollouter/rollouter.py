@@ -253,7 +253,7 @@ class Rollouter:
 
     @contextmanager
     def waiting(self, what: str, *, on: str = "") -> Iterator[None]:
-        """Record a wait while it lasts. Without a name, the sessions' own wait determines what it is for."""
+        """Record a wait within the context. With an empty `on`, it is attributed to what the sessions wait for."""
         self._num_waits += 1
         number = self._num_waits
         self._waits[number] = Wait(what=what, on=on, since_s=time.monotonic())

@@ -199,9 +199,9 @@ class QueueServer:
                 Done([msgspec.to_builtins(list(self._tasks)), str(self.slots), self._has_journal, os.getpid()])
             )
         elif isinstance(message, Hello):
-            connection.reply(Refused("this connection has already sent Hello.", "this connection has said hello."))
+            connection.reply(Refused("NotReadyError", "this connection has already sent Hello."))
         elif connection.client is None:
-            connection.reply(Refused("the first message must be Hello.", "say hello first."))
+            connection.reply(Refused("NotReadyError", "the first message must be Hello."))
         elif isinstance(message, Unpin):
             self.service.submit(message, connection.client, lambda _: None)
         else:

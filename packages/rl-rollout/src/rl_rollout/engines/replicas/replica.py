@@ -133,7 +133,7 @@ class Replica:
 
     @contextmanager
     def carrying(self, ticket: Ticket) -> Iterator[None]:
-        """Context in which it holds a request."""
+        """Record a request as assigned to this replica within the context."""
         self.tickets.add(ticket)
         try:
             yield
@@ -143,7 +143,7 @@ class Replica:
 
     @contextmanager
     def answering(self, ticket: Ticket) -> Iterator[None]:
-        """Context in which it runs a request."""
+        """Record a request as running within the context."""
         ticket.is_asked = True
         self.meter.begin(ticket.num_samples)
         try:
@@ -155,7 +155,7 @@ class Replica:
                 self._changes.announce()
 
     async def emptied(self) -> None:
-        """Wait until it holds no requests."""
+        """Wait until it has no requests."""
         while self.tickets:
             await self._left.next()
 

@@ -32,7 +32,7 @@ CPU_CACHE_GIB = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMSupport:
-    """Features of a vLLM on this machine; None where unknown.
+    """Features of a vLLM on this machine; None if unknown.
 
     Attributes:
         name: Name and version, such as "vLLM 0.32.0 on cpu".
@@ -47,7 +47,7 @@ class VLLMSupport:
     block_sizes: list[int] = field(default_factory=list)
 
     def problems(self, config: Mapping[str, Any], options: VLLMOptions, *, max_model_len: int) -> Iterator[str]:
-        """Describe what it does not support.
+        """Describe the options and sizes that it does not support.
 
         Args:
             config: The model's config.json.
