@@ -199,8 +199,8 @@ class QueueCore:
             advice = (
                 "No action is needed."
                 if how == "was acked"
-                else "Its groups are delivered again, or are done with, so drop this result. Ask for a longer "
-                "lease_s, or extend it in time."
+                else "Its groups are delivered again or are done. Discard this result, and request a longer lease_s or "
+                "extend the lease in time."
             )
             raise OutdatedLeaseError(f"lease {lease_id} of task {task!r} is outdated: it {how}. {advice}")
         return lease

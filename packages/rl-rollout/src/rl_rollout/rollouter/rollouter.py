@@ -218,7 +218,7 @@ class Rollouter:
             waits.append(Wait(what=f"{len(running)} group(s), the oldest {uid}", on=on, since_s=now - since))
         waits += [replace(wait, on=on) for wait in noted if not wait.on]
         return RoleView(
-            doing=f"{len(running)} group(s) in progress,  {num_running} response(s) in "
+            doing=f"{len(running)} group(s) in progress, {num_running} response(s) in "
             f"{len(loads) - len(others)} engine(s)" + (f", others {', '.join(others)}" if others else ""),
             waits=tuple(waits),
             holds=tuple(running),

@@ -68,7 +68,7 @@ class RayIncarnation(RemoteIncarnation):
         await self.call("", to_wire(Call([spec], "", (spec, context), {}).pack()))
 
     async def _say_late(self) -> str:
-        late = f"{self._spec} was not ready after {self._birth.deadline_s:g} s and was ended;  "
+        late = f"{self._spec} was not ready after {self._birth.deadline_s:g} s and was ended; "
         if self._hello is None:
             free = await asyncio.to_thread(say_free)
             return f"{late}Ray had no resources or no process for its actor: {free}."

@@ -79,7 +79,7 @@ def _wal(report: JournalReport) -> str:
     if report.wal_torn_bytes:
         what = "of an incomplete one" if report.keeper_pid is None else "of one being written"
         torn = f"then {report.wal_torn_bytes} bytes {what}"
-    return f"{report.wal_transactions} complete transactions in the log,  {torn}"
+    return f"{report.wal_transactions} complete transactions in the log, {torn}"
 
 
 def _segments(report: JournalReport) -> Iterator[tuple[str, str]]:
