@@ -108,7 +108,7 @@ def test_a_role_that_dies_fails_every_call_and_says_how(call, how):
         await role.call("greet", "you")
         waiting.append(asyncio.create_task(role.call(*call)))
         for task, method in zip(waiting, ["wait_forever", "wait_forever", call[0]], strict=True):
-            text = rf"echo\[2\] \(pid {role.pid}\) {how} while '{method}' was waited for; .* the answer of 'greet'"
+            text = rf"echo\[2\] \(pid {role.pid}\) {how} during '{method}'; .* the answer of 'greet'"
             with pytest.raises(RoleDiedError, match=text):
                 await asyncio.wait_for(task, 5)
         with pytest.raises(RoleDiedError, match=how):
