@@ -195,7 +195,7 @@ DAMAGES = {
     "a link": (make_a_link, "lacks policy/model.safetensors"),
     "a link to a folder": (link_a_folder, "lacks policy/model.safetensors"),
     "a name that cannot be": (name_what_cannot_be, "lacks a\0b"),
-    "manifest a pipe": (make_a_pipe, "must be a plain file"),
+    "manifest a pipe": (make_a_pipe, "must be a regular file"),
     "manifest of nothing": (lambda path: change_manifest(path, files={}), "has no trainer.json in its manifest"),
     "manifest with a list": (lambda path: change_manifest(path, files=[]), "no readable manifest.json"),
     "manifest too deep": (lambda path: (path / "manifest.json").write_text("[" * 100_000), "no readable manifest"),

@@ -144,7 +144,7 @@ def test_torn_and_missing_files_are_named(tied_policy: Path, tmp_path: Path):
     content = (tied_policy / WEIGHTS_FILE).read_bytes()
     for cut in (0, 4, 100, len(content) - 1):
         (tmp_path / WEIGHTS_FILE).write_bytes(content[:cut])
-        with pytest.raises(DataError, match=r"model\.safetensors is torn or no(t a)? safetensors file"):
+        with pytest.raises(DataError, match=r"model\.safetensors is truncated or not a safetensors file"):
             PolicyTensors(tmp_path, config)
     folder = save_shards(tmp_path / "shards", halves(stored))
     (folder / "model-00002-of-00002.safetensors").unlink()

@@ -131,7 +131,7 @@ def test_pipes_in_a_model_folder_are_refused_at_once(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(RLError, match="must be a plain file"):
+    with pytest.raises(RLError, match="must be a regular file"):
         PolicyTensors(tmp_path, parse_policy_config(read_policy_config(tmp_path)))
 
 

@@ -121,7 +121,7 @@ def test_an_advantage_with_a_gradient_is_told_what_to_call(monkeypatch):
         return {"advantages": torch.zeros(len(rows.loss_mask), requires_grad=True)}
 
     monkeypatch.setitem(ADVANTAGES._builtin, "learnt", learnt)
-    with pytest.raises(RLError, match=r"Give the tensor\.detach\(\)"):
+    with pytest.raises(RLError, match=r"Pass tensor\.detach\(\)"):
         with_advantages(BATCH, advantage="learnt")
 
 

@@ -36,7 +36,7 @@ def dumped(*frames: tuple[str, int, str]) -> str:
     lines = "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in reversed(frames))
     served = '  File "/x/rl_core/cluster/served.py", line 36 in run\n'
     first = "(most recent call first):\n"
-    return f"What a signal had it write {first}Current thread 0x01 {first}{lines}{served}"
+    return f"Stacks dumped by signal {first}Current thread 0x01 {first}{lines}{served}"
 
 
 REDUCES = inside(("/y/step.py", 10, "train_step"), ("/z/torch/distributed/distributed_c10d.py", 2501, "all_reduce"))
@@ -365,7 +365,7 @@ def test_sizes_are_bounded_and_what_json_lacks_is_left_out(tmp_path):
     assert all(len(role.stack) <= MAX_STACK for role in found.roles)
     assert found.roles[0].waits[0].since_s == 999.0
     assert (dict(found.roles[0].counts), found.roles[0].since_s, dict(found.queue)) == ({"running": 1.0}, 0.0, {})
-    assert "characters are left out" in found.roles[0].stack
+    assert "characters omitted" in found.roles[0].stack
     assert r"v\ud800" in found.verdict
     assert (tmp_path / HANG_FILE).stat().st_size < MAX_FILE_BYTES
 

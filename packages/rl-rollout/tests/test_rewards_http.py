@@ -122,7 +122,7 @@ def test_a_header_may_refer_to_the_environment_and_is_shown_nowhere(service, mon
 
 @pytest.mark.parametrize("value", ["sk-12345678\n", "sk-1\r\nX: 1", " sk-12345678", 12345678])
 def test_a_header_that_the_client_would_quote_in_its_error_is_refused_without_it(service, value):
-    with pytest.raises(SettingsError, match="value of the header 'A' must be text without line breaks") as caught:
+    with pytest.raises(SettingsError, match=r"value of the header 'A' \(not shown\) must be a string") as caught:
         reward_of(service, headers={"A": value})
     assert "1" not in str(caught.value)
 

@@ -285,7 +285,7 @@ def test_without_fsspec_the_extra_is_named(capsys, monkeypatch):
     ("arguments", "words"),
     [
         ([], ["cache", "skip caches"]),
-        (["cache"], ["ls", "show", "verify", "prune", "Exit status: 0; 1 where something is broken"]),
+        (["cache"], ["ls", "show", "verify", "prune", "Exit status: 0; 1 if something is broken"]),
         *(
             (["cache", verb[0]], ["examples:", f"rl-rollout cache {verb[0]} ", "Exit status", "s3://bucket/rollouts"])
             for verb in VERBS

@@ -30,7 +30,7 @@ def test_show_says_which_entry_it_is_of(capsys, directory):
     assert f"entry train-00000005-0000 in {directory} (the only one)\n" in run(capsys, "show", directory)[1]
     fill(directory, (3,))
     _, out, _ = run(capsys, "show", directory)
-    assert out.startswith(f"entry {THIRD} in {directory} (the newest of 2; name another to see that)\n")
+    assert out.startswith(f"entry {THIRD} in {directory} (the newest of 2; pass another name or step)\n")
     for name in ("5", "0005", "train-00000005-0000", f"{directory}/train-00000005-0000/"):
         assert run(capsys, "show", directory, name)[1].startswith(f"entry train-00000005-0000 in {directory}\n")
 

@@ -152,7 +152,7 @@ class ClientChecks:
         for structure, pattern in STRUCTURES:
             (kind,) = structure.kinds
             if kind not in engine.traits.structures:
-                with refuses(f"cannot follow a structure of kind {kind}"):
+                with refuses(f"does not support a structure of kind {kind}"):
                     generate(engine, structure=structure)
                 continue
             for sample in generate(engine, num_samples=4, max_tokens=40, seed=2, structure=structure):
@@ -165,7 +165,7 @@ class ClientChecks:
             (sample,) = generate(engine, structure=Structure(regex=f"a{EMOJI}b"), stop=(EMOJI,))
             assert decode(sample.token_ids.tolist()) == f"a{EMOJI}"
             assert sample.matched_stop == EMOJI
-        with refuses("must have one kind; found regex, grammar"):
+        with refuses("must have exactly one kind; found regex, grammar"):
             generate(engine, structure=Structure(regex="a", grammar="start: a"))
 
     def test_logprobs_under_a_structure_are_of_the_distribution_drawn_from(

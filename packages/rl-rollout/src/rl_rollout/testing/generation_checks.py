@@ -194,12 +194,12 @@ class GenerationChecks:
         if engine.traits.can_sleep:
             before = generate(engine, seed=4)[0]
             asyncio.run(engine.sleep())
-            with refuses("sleeps"):
+            with refuses("is asleep"):
                 generate(engine)
             asyncio.run(engine.wake())
             assert generate(engine, seed=4)[0].token_ids.tolist() == before.token_ids.tolist()
         else:
-            with refuses("no memory that it could free"):
+            with refuses("cannot free memory"):
                 asyncio.run(engine.sleep())
             asyncio.run(engine.wake())
             assert len(generate(engine)[0].token_ids) > 0
