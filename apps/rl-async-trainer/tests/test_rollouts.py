@@ -119,8 +119,8 @@ def test_a_replay_ends_with_the_first_group_that_it_cannot_have(tmp_path: Path):
     with pytest.raises(RolloutError) as caught:
         asyncio.run(side.rollouts.gather())
     assert str(caught.value).startswith(
-        "the recorded run trained group p0 in step 2, and the replay cannot have it: all sessions failed; the first: "
-        "the skip cache has no entry. Its entry in the skip cache is missing, or its reward or filter fails now."
+        "the recorded run trained group p0 in step 2, but the group failed in the replay: all sessions failed; the "
+        "first: the skip cache has no entry. Its entry in the skip cache is missing, or its reward or filter now fails."
     )
 
 

@@ -123,7 +123,7 @@ def test_a_split_of_ones_own_and_whole_rollouts(small: str, capsys: pytest.Captu
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--search", "--split", "4:4"], "not allowed with"),
         (["--published"], "leave out the workload"),
-        (["--from", "run"], "a workload or --from RUN, not both"),
+        (["--from", "run"], "either a workload or --from RUN; found both"),
         (["--json", "/nowhere/found.json", "--gpus", "8", "--steps", "1"], "/nowhere/found.json cannot be written"),
     ],
 )

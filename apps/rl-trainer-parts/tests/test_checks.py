@@ -133,8 +133,8 @@ def test_values_that_must_be_above_zero(folder: Path, name: str, value: float) -
         ({"learner.dtype": "float16"}, "learner.dtype must be one of 'float32', 'bfloat16'; found 'float16'."),
         (
             {"rollout.prompts_per_step": 10, "trainer.minibatches": 4},
-            "rollout.prompts_per_step = 10 groups cannot be divided into trainer.minibatches = 4 equal parts; make "
-            "the first a multiple of the second.",
+            "rollout.prompts_per_step = 10 must be a multiple of trainer.minibatches = 4, so that every mini-batch has "
+            "the same number of groups.",
         ),
         (
             {"prompts.max_tokens": 4000, "rollout.max_response_tokens": 97},
@@ -299,7 +299,7 @@ def test_learner_options_that_the_layout_or_the_policy_has_no_use_for_are_told(f
             {"health.pause_on": ["critcal"]},
             "health.pause_on: there is no health rule 'critcal'; the nearest is 'critical'",
         ),
-        ({"health.pause_on": ["memory"], "health.off": ["memory"]}, "take it out of one of them"),
+        ({"health.pause_on": ["memory"], "health.off": ["memory"]}, "Remove it from one of them"),
         ({"health.pause_on": ["memory"], "health.enabled": False}, "health.pause_on needs health.enabled"),
     ],
 )

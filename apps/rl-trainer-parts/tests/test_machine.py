@@ -157,16 +157,16 @@ def test_a_healthy_machine_has_nothing_wrong() -> None:
             RUN,
             "memory",
             "warning",
-            "models and caches take 13.0 GB",
+            "models and caches need 13.0 GB",
         ),
-        (replace(HEALTHY, memory=small()), RUN, "memory", "problem", "models and caches take 13.0 GB"),
+        (replace(HEALTHY, memory=small()), RUN, "memory", "problem", "models and caches need 13.0 GB"),
         (replace(HEALTHY, shared_memory=small()), RUN, "shared memory", "warning", "62.9 MB of 67.1 MB free"),
         (
             replace(HEALTHY, shared_memory=small()),
             replace(RUN, shared_memory=4 * GB),
             "shared memory",
             "problem",
-            "old and new weights take 4.0 GB",
+            "old and new weights need 4.0 GB",
         ),
         (replace(HEALTHY, shared_memory=None), ANY_RUN, "shared memory", "warning", "no /dev/shm"),
         (replace(HEALTHY, loopback_error="Permission denied"), RUN, "ports", "problem", "(Permission denied)"),
@@ -176,7 +176,7 @@ def test_a_healthy_machine_has_nothing_wrong() -> None:
             replace(RUN, uses_ray=True),
             "ray cluster",
             "warning",
-            "a cluster of Ray 2.55.0 runs here (process 7), and this environment has 2.60.0, which cannot join it",
+            "a cluster of Ray 2.55.0 runs here (process 7), but this environment has 2.60.0, which cannot join it",
         ),
         (replace(HEALTHY, disk=small(path="/full")), ANY_RUN, "disk", "warning", "62.9 MB free in /full"),
         (replace(HEALTHY, disk=small(path="/full")), RUN, "disk", "problem", "checkpoints take 27.0 GB"),
@@ -207,7 +207,7 @@ def gpu_findings(machine: Machine, needs: Needs = ANY_RUN) -> dict[str, Check]:
 
 
 def test_gpus_that_torch_cannot_use() -> None:
-    assert gpu_findings(replace(ON_GPUS, cuda=None))["gpus"].found.startswith("2, and torch cannot use them: torch is")
+    assert gpu_findings(replace(ON_GPUS, cuda=None))["gpus"].found.startswith("2, but torch cannot use them: torch is")
     for_cpus = gpu_findings(replace(ON_GPUS, cuda=Cuda()))["gpus"]
     assert (for_cpus.state, for_cpus.found) == ("warning", "2, and torch 2.13.0 is built for CPUs")
     old = replace(ON_GPUS, cuda=Cuda(built_for="12.8", error="The NVIDIA driver on your system is too old"))
@@ -276,7 +276,7 @@ def test_a_mixed_up_vllm_is_told() -> None:
     assert (found.name, found.state, found.found) == (
         "vllm",
         "warning",
-        "this build is for GPUs, and this machine has none",
+        "this build is for GPUs, but this machine has none",
     )
 
 
@@ -366,8 +366,9 @@ def test_what_the_command_prints(
         assert found["checks"][-1]["state"] == "warning"
     else:
         assert text.splitlines()[-3:] == [
-            "warning  limits         10 open files are allowed in a process",
-            "                        try: Run `ulimit -n 65536` before the run starts: Ray opens many files.",
+            "warning  limits         10 open files allowed per process",
+            "                        try: Run `ulimit -n 65536` before you start the run, because Ray opens many "
+            "files.",
             "0 problems, 1 warning",
         ]
     monkeypatch.setattr(command, "read_machine", lambda folder: replace(HEALTHY, python="3.9.1"))

@@ -160,7 +160,7 @@ def test_the_lock_is_held_after_archiving(tmp_path: Path) -> None:
 
 def test_nothing_to_resume(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
-    with pytest.raises(SettingsError, match="has no run to resume; leave out --resume"):
+    with pytest.raises(SettingsError, match="has no run to resume. Leave out --resume"):
         begin(settings, resume=True)
     assert not settings.run_folder.exists()
 
@@ -267,7 +267,7 @@ def test_what_a_mistake_left_is_moved_aside_so_that_the_next_run_begins_anew(tmp
     with pytest.raises(DataError, match="row 7"):
         write_and_fail(settings, say=said.append)
     (words,) = said
-    aside = Path(words.removeprefix("no step was saved; what the run has written was moved to "))
+    aside = Path(words.removeprefix("no step was saved; the run's files were moved to "))
     assert (aside / "settings.toml").exists()
     assert (aside / "queue" / "journal").exists()
     begin(settings_in(tmp_path, run__seed=3))
@@ -299,7 +299,7 @@ def test_a_refused_resume_keeps_a_run_without_checkpoints(tmp_path: Path) -> Non
 
 def test_a_place_that_cannot_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    with pytest.raises(SettingsError, match=r"runs/run cannot be made \(.*Not a directory"):
+    with pytest.raises(SettingsError, match=r"runs/run cannot be created \(.*Not a directory"):
         begin(settings_in(tmp_path))
 
 
