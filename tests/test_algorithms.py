@@ -239,7 +239,7 @@ def test_a_dry_run_says_what_the_prompts_are(run: TinyRun, capsys: pytest.Captur
     settings = {"prompts__train": file, "prompts__requires_ground_truth": False}
     assert train_here(run, "--dry-run", **settings) == 0
     said = capsys.readouterr().out
-    assert "prompts    text, as it stands; the longest has 5 tokens" in said
+    assert "prompts    plain text, unchanged; the longest has 5 tokens" in said
     assert said.count("note: the prompts are plain text") == 1
     assert 'prompts.plain_prompts = "chat" turns each into a user message' in said
     assert train_here(run, "--dry-run", prompts__plain_prompts="chat", **settings) == 0

@@ -92,7 +92,7 @@ def test_a_role_that_dies_too_often_ends_the_run_with_its_last_words(run: TinyRu
     said = failed_with(run, f"mortal {role}:1", **{f"roles__{role}_restarts": 1})
     assert "was killed by signal SIGKILL (9)" in said
     assert f"the scripted {role} takes its leave" in said
-    assert "It was restarted 1 times, the maximum" in said
+    assert "It was restarted 1 time, the maximum" in said
     died = [event["role"] for event in read_events(run.run_folder / "events.jsonl") if event["event"] == "role_died"]
     assert died == [role]
 

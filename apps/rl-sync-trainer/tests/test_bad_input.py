@@ -347,7 +347,7 @@ FOLDERS = {
     ),
     "nothing to resume": Mistake(words=("--resume",), says=("--resume: ", "has no run to resume")),
     "run folder under a file": Mistake(
-        spoil=lambda run: (run.folder / "runs").write_text(""), says=("runs/tiny cannot be made", "--run.directory")
+        spoil=lambda run: (run.folder / "runs").write_text(""), says=("runs/tiny cannot be created", "--run.directory")
     ),
 }
 

@@ -138,13 +138,13 @@ def test_values_that_must_be_above_zero(folder: Path, name: str, value: float) -
         ),
         (
             {"prompts.max_tokens": 4000, "rollout.max_response_tokens": 97},
-            "prompts.max_tokens = 4000 and rollout.max_response_tokens = 97 make 4097 tokens, more than the model's "
-            "max_position_embeddings = 4096. Lower one of them.",
+            "prompts.max_tokens = 4000 and rollout.max_response_tokens = 97 add up to 4097 tokens, more than the "
+            "model's max_position_embeddings = 4096. Lower one of them.",
         ),
         (
             {"engine.max_model_len": 2047},
-            "prompts.max_tokens = 1024 (default) and rollout.max_response_tokens = 1024 (default) make 2048 tokens, "
-            "more than engine.max_model_len = 2047. Lower one of them.",
+            "prompts.max_tokens = 1024 (default) and rollout.max_response_tokens = 1024 (default) add up to 2048 "
+            "tokens, more than engine.max_model_len = 2047. Lower one of them.",
         ),
     ],
 )
@@ -269,7 +269,7 @@ def test_a_critic_of_its_own_must_fit_the_layout_too(folder: Path) -> None:
     assert list(trainable_problems(settings_with(folder, layout))) == []
     (found,) = trainable_problems(settings_with(folder, {**layout, "algorithm.advantage": "gae"}))
     assert found.startswith("parallel.expert = 2 needs a mixture of experts")
-    assert found.endswith(f"(That is for critic.path, {folder / 'critic'}.)")
+    assert found.endswith(f"(This concerns critic.path, {folder / 'critic'}.)")
 
 
 def test_learner_options_that_the_layout_or_the_policy_has_no_use_for_are_told(folder: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_whole_distribution_needs_a_teacher_that_knows_every_token(folder: Pat
     make_model(folder / "narrow", vocab_size=16)
     changes = {"distillation.distribution": "full", "distillation.top_k": 4}
     (problem,) = problems(folder, changes, model=folder / "narrow", engine="megatron")
-    assert "teachers.large knows 16 tokens, the policy 32" in problem
+    assert "teachers.large has 16 tokens in its vocabulary, but the policy has 32" in problem
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a.b", "a b", "..", "-a", "ä", "default\n"])
@@ -240,4 +240,4 @@ def test_the_plan_shows_teachers_with_sources_places_and_memory(folder: Path) ->
     assert "teacher    large: vllm, float32, 2 replicas in processes with 0.5 CPUs and 0 GPUs each" in text
     assert f"{folder / 'large'}, for data_source 'math' and all others" in text
     assert "distils    forward_kl of the top 8 tokens, with a bucket for the rest, as a loss; no task rewards" in text
-    assert "teacher    large: 2 x 0.00 GiB weights + 1 GiB KV cache (on a CPU), for " in text
+    assert "teacher    large: 2 x 0.24 MiB weights + 1 GiB KV cache (on a CPU), for " in text
