@@ -64,7 +64,7 @@ class System(Protocol):
 
 
 def serve(opened: Callable[[], AbstractContextManager[System]]) -> int:
-    """Start the system, warm it up, answer requests until there are no more, and give the exit status."""
+    """Start the system, warm it up, answer requests until there are no more, and return the exit status."""
     answers = private_stdout()
     try:
         with opened() as system:

@@ -39,7 +39,7 @@ class System(Protocol):
 
 
 def serve(opened: Callable[[Path, Preset, str], System]) -> int:
-    """Open the system, answer requests until there are no more, and give the exit status."""
+    """Open the system, answer requests until there are no more, and return the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--policy", type=Path, required=True)
     parser.add_argument("--preset", choices=list(PRESETS), required=True)

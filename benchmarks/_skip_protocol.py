@@ -49,7 +49,7 @@ class System(Protocol):
 
 
 def serve(opened: Callable[[Rows], System]) -> int:
-    """Open the system, answer requests until there are no more, and give the exit status."""
+    """Open the system, answer requests until there are no more, and return the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--groups", type=int, required=True)

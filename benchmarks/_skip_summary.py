@@ -1,4 +1,4 @@
-"""Arithmetic of the skip-cache benchmark: speeds, ratios of rounds, targets. Pure, on plain numbers."""
+"""Arithmetic of the skip-cache benchmark: speeds, ratios of rounds, targets. Pure functions on plain numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Arithmetic of side-by-side runs: speeds, ratios of pairs, learning curves, lengths. Pure, on plain numbers."""
+"""Arithmetic of side-by-side runs: speeds, ratios of pairs, learning curves, lengths. Pure functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

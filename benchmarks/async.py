@@ -33,7 +33,7 @@ WORDS = {
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless a run fails; targets are reported."""
+    """Run the comparison and return the exit status: 0 unless a run fails; targets are reported."""
     options = parse(words)
     if options.rounds < 1:
         sys.stderr.write(f"error: --rounds must be at least 1; found {options.rounds}\n")
@@ -41,7 +41,7 @@ def main(words: Sequence[str]) -> int:
     if options.realtime and not takes_precedence():
         sys.stderr.write("error: --realtime needs the right to real-time priority, which root has\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # roles are then stopped as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the roles as Ctrl-C does
     os.environ["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the roles' processes, which import torch
     os.environ.update(LOCAL)
@@ -72,8 +72,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="runs of each trainer")
     parser.add_argument("--roles", choices=ROLES, default="process", help="where rollouter and learner live")
     parser.add_argument("--realtime", action="store_true", help="run before everything else on a busy machine (root)")
-    parser.add_argument("--quick", action="store_true", help="one short round in one process: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--quick", action="store_true", help="one short round in one process, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.quick:
         options.rounds, options.roles = 1, "inline"
@@ -120,7 +120,7 @@ def run_rounds(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def tell(number: int, run: dict[str, Any]) -> None:
-    """One line as a run ends."""
+    """Print one line at the end of a run."""
     say(
         f"{time.strftime('%H:%M:%S')}  round {number + 1}, {run['mode']}: {run['steps']} steps in "
         f"{run['wall_s']:.1f} s, learner idle {run['idle_learner']:.3f}"
@@ -143,7 +143,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

@@ -34,7 +34,7 @@ TOLERANCE = {"cpu": 1e-4, "gpu": 2e-2, "tiny": 1e-4}
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless a side fails or they disagree; targets are reported."""
+    """Run the comparison and return the exit status: 0 unless a side fails or they disagree; targets are reported."""
     options = parse(words)
     if min(options.rounds, options.threads) < 1:
         sys.stderr.write(f"error: --rounds and --threads must be at least 1; found {words}\n")
@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
     if options.json is not None and not options.json.absolute().parent.is_dir():
         sys.stderr.write(f"error: --json {options.json}: there is no folder {options.json.absolute().parent}\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the sides are then stopped as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the sides as Ctrl-C does
     preset = PRESETS[options.preset]
     say(
         f"{preset.num_tokens} tokens, vocabulary {preset.vocab_size:,}, k = {preset.top_k}, hidden "
@@ -73,8 +73,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--preset", choices=list(PRESETS), default=default, help="sizes")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each side, after a warm-up")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of each side, on a CPU")
-    parser.add_argument("--quick", action="store_true", help="preset tiny and one round: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--quick", action="store_true", help="preset tiny and one round, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.quick:
         options.preset, options.rounds = "tiny", 1
@@ -82,7 +82,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run_sides(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The answers of each side, the warm-up's first; who begins changes from round to round.
+    """The answers of each side, the warm-up's first; the order rotates from round to round.
 
     Raises:
         ChildFailedError: A side failed.
@@ -101,7 +101,7 @@ def run_sides(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def start(side: str, options: argparse.Namespace, folder: Path) -> Peer:
-    """Start a side and wait until its matrices are there."""
+    """Start a side and wait until its matrices are loaded."""
     command = [
         sys.executable,
         str(SIDE),
@@ -183,7 +183,7 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

@@ -78,12 +78,12 @@ class Told:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless a system fails; targets are reported."""
+    """Run the comparison and return the exit status: 0 unless a system fails; targets are reported."""
     options = parse(words)
     if min(options.rounds, options.sessions) < 1 or not set(options.workload) <= set(WORKLOADS):
         sys.stderr.write(f"error: numbers must be at least 1, --workload of {', '.join(WORKLOADS)}; found {words}\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the systems are then stopped as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the systems as Ctrl-C does
     report: dict[str, Any] = {
         "benchmark": "gateway",
         "date": time.strftime("%Y-%m-%d"),
@@ -122,9 +122,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--placement", choices=("inline", "process"), default="process", help="of our engine")
     parser.add_argument("--stream", action="store_true", help="have answers streamed")
     parser.add_argument("--sessions", type=int, default=2000, help="held at once, for the memory of each")
-    parser.add_argument("--workload", help="which to run, with commas between; all by default")
-    parser.add_argument("--quick", action="store_true", help="one small round, no vLLM: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--workload", help="comma-separated workloads to run; all by default")
+    parser.add_argument("--quick", action="store_true", help="one small round, no vLLM, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.quick:
         options.rounds, options.sessions, options.workload = 1, QUICK_SESSIONS, CHAT_64
@@ -162,7 +162,7 @@ def run_scripted(options: argparse.Namespace, folder: Path, report: dict[str, An
 
 
 def run_live(options: argparse.Namespace, folder: Path, report: dict[str, Any]) -> None:
-    """Both servers on the same policy, in turns, who begins moving on.
+    """Both servers on the same policy, in turns, with a rotating order.
 
     Raises:
         ChildFailedError: One failed.
@@ -267,7 +267,7 @@ def quantile(ms: Sequence[float], share: float) -> float | None:
 
 
 def tell(what: str, runs: dict[str, Told]) -> None:
-    """One line as a round ends."""
+    """Print one line at the end of a round."""
     speeds = ", ".join(f"{name} {told.speeds[-1]:,.0f} tokens/s" for name, told in runs.items())
     say(f"{time.strftime('%H:%M:%S')}  {what}: {speeds}")
 
@@ -306,7 +306,7 @@ def shown(ms: float | None) -> str:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

@@ -45,14 +45,14 @@ STEP_TIMEOUT_S = 600.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless a side fails or they disagree; targets are reported."""
+    """Run the comparison and return the exit status: 0 unless a side fails or they disagree; targets are reported."""
     options = parse(words)
     known = {*WORKLOADS, EXPERTS}
     if min(options.rounds, options.threads, options.budget or 1) < 1 or not set(options.workload) <= known:
         names = ", ".join((*WORKLOADS, EXPERTS))
         sys.stderr.write(f"error: numbers must be at least 1, --workload of {names}; found {words}\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the sides are then stopped as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the sides as Ctrl-C does
     preset = PRESETS[options.preset]
     preset = replace(preset, budget=options.budget or preset.budget)
     report = new_report(options, preset)
@@ -87,10 +87,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each side, after a warm-up")
     parser.add_argument("--threads", type=int, default=1, help="of each side, on a CPU")
     parser.add_argument("--budget", type=int, help="most tokens of a micro-batch, padding included; else the preset's")
-    parser.add_argument("--workload", default=",".join(workloads), help="which to run, with commas between")
+    parser.add_argument("--workload", default=",".join(workloads), help="comma-separated workloads to run")
     parser.add_argument("--control", action="store_true", help="also transformers with MKL's code for Intel's")
-    parser.add_argument("--quick", action="store_true", help="preset tiny and one round: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--quick", action="store_true", help="preset tiny and one round, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.quick:
         options.preset, options.rounds = "tiny", 1
@@ -110,7 +110,7 @@ def write_policy(preset: Preset, folder: Path) -> None:
 def run_workloads(
     workloads: Sequence[str], options: argparse.Namespace, folder: Path
 ) -> tuple[dict[str, dict[str, Measured]], list[dict[str, Any]]]:
-    """A step of each side in turns, for one workload after another; who begins changes from round to round.
+    """A step of each side in turns, for one workload after another; the order rotates from round to round.
 
     Returns:
         What each side measured of each workload, and of experts, where they are one of the workloads.
@@ -157,7 +157,7 @@ def sides_of(workload: str, options: argparse.Namespace) -> list[str]:
 
 
 def start(side: str, options: argparse.Namespace, folder: Path, *, budget: int) -> Peer:
-    """Start a side and wait until its model is there."""
+    """Start a side and wait until its model is loaded."""
     command = [
         sys.executable,
         str(BENCHMARKS / "peers" / SIDES[side]),
@@ -187,14 +187,14 @@ def intel_for_mkl(folder: Path) -> Path:
 
 
 def tell(workload: str, number: int, found: Mapping[str, Measured]) -> None:
-    """One line as a round ends."""
+    """Print one line at the end of a round."""
     name = f"round {number}" if number else "warm-up"
     speeds = ", ".join(f"{side} {of.num_tokens / of.step_s[-1]:,.0f} tokens/s" for side, of in found.items())
     say(f"{time.strftime('%H:%M:%S')}  {workload}, {name}: {speeds}, loss {found[OURS].losses[-1]:.5f}")
 
 
 def new_report(options: argparse.Namespace, preset: Preset) -> dict[str, Any]:
-    """What is known before the first step."""
+    """Return the part of the report that is known before the first step."""
     return {
         "benchmark": "learner",
         "date": time.strftime("%Y-%m-%d"),
@@ -273,7 +273,7 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

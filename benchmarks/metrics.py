@@ -69,7 +69,7 @@ class MainJob:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the benchmark and give the exit status: 0 unless something breaks."""
+    """Run the benchmark and return the exit status: 0 unless something breaks."""
     options = parse(words)
     try:
         with tempfile.TemporaryDirectory(prefix="bench-metrics-") as folder:
@@ -89,8 +89,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s bench -- metrics", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=40, help="of the main job, at least 5")
     parser.add_argument("--rounds", type=int, default=5, help="validations; the median counts")
-    parser.add_argument("--quick", action="store_true", help="few steps, responses and rollouts: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--quick", action="store_true", help="few steps, responses and rollouts, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.steps <= FIRST_STEPS + 1 or options.rounds < 1:
         parser.error(f"--steps must be at least {FIRST_STEPS + 2}, --rounds at least 1; found {list(words)}")
@@ -254,7 +254,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Write a line at once."""
+    """Write a line and flush it."""
     print(line, flush=True)
 
 

@@ -38,12 +38,12 @@ MOST_COPIES = 3.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless a system fails; targets are reported."""
+    """Run the comparison and return the exit status: 0 unless a system fails; targets are reported."""
     options = parse(words)
     if min(options.rounds, options.threads) < 1 or not set(options.workload) <= set(WORKLOADS):
         sys.stderr.write(f"error: numbers must be at least 1, --workload of {', '.join(WORKLOADS)}; found {words}\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the systems are then stopped as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the systems as Ctrl-C does
     report: dict[str, Any] = {
         "benchmark": "rollout",
         "date": time.strftime("%Y-%m-%d"),
@@ -78,9 +78,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--preset", choices=list(UPDATE_PRESETS), default="6m", help="size of policy and batch")
     parser.add_argument("--rounds", type=int, default=5, help="timed batches of each system, after a warm-up")
     parser.add_argument("--threads", type=int, default=1, help="of each system")
-    parser.add_argument("--workload", help="which to run, with commas between; all unless quick")
-    parser.add_argument("--quick", action="store_true", help="preset tiny, one round, no vLLM: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--workload", help="comma-separated workloads to run; all unless quick")
+    parser.add_argument("--quick", action="store_true", help="preset tiny, one round, no vLLM, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.quick:
         options.preset, options.rounds, options.workload = "tiny", 1, f"{RAGGED},{UPDATE}"
@@ -207,7 +207,7 @@ def add_updates(report: dict[str, Any], updates: Sequence[dict[str, float]]) -> 
 
 
 def tell(workload: str, number: int, found: dict[str, tuple[float, int]]) -> None:
-    """One line as a round ends."""
+    """Print one line at the end of a round."""
     name = f"round {number}" if number else "warm-up"
     speeds = ", ".join(f"{system} {tokens / wall_s:,.0f} tokens/s" for system, (wall_s, tokens) in found.items())
     say(f"{time.strftime('%H:%M:%S')}  {workload}, {name}: {speeds}")
@@ -231,7 +231,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

@@ -50,12 +50,12 @@ ANSWER_TIMEOUT_S = 120.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless a system fails that is not optional."""
+    """Run the comparison and return the exit status: 0 unless a system fails that is not optional."""
     options = parse(words)
     if options.rounds < 1 or (options.folder is not None and not options.folder.is_dir()):
         sys.stderr.write(f"error: --rounds must be at least 1, --folder one that is there; found {words}\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the systems are then stopped as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the systems as Ctrl-C does
     load_before = os.getloadavg()[0]
     try:
         with tempfile.TemporaryDirectory(prefix="bench-skip-", dir=options.folder) as folder:
@@ -77,8 +77,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s bench -- skip-cache", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=12, help="in which all systems take turns, after a warm-up")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; the system's temporary folder if none")
-    parser.add_argument("--quick", action="store_true", help="one round of few samples, no verl: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--quick", action="store_true", help="one round of few samples, no verl, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     options.groups = QUICK_GROUPS if options.quick else NUM_GROUPS
     options.rounds = QUICK_ROUNDS if options.quick else options.rounds
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Measured],
                 measured[system] = Measured()
         for number in range(options.rounds + 1):
             order = [system for system in peers if system not in skipped]
-            first = number % len(order)  # who begins changes from round to round
+            first = number % len(order)  # the order rotates from round to round
             for system in [*order[first:], *order[:first]]:
                 with leaving_out(system, skipped):
                     take_turn(system, peers[system], measured[system], number)
@@ -213,7 +213,7 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

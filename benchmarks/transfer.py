@@ -58,13 +58,13 @@ QUICK = Calls(bulks=1, smalls=16, leases=2, held_rows={"lease_10k": 200, "lease_
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless a system fails; targets are reported."""
+    """Run the comparison and return the exit status: 0 unless a system fails; targets are reported."""
     options = parse(words)
     unknown = sorted(set(options.systems) - set(SYSTEMS))
     if unknown or options.rounds < 1:
         sys.stderr.write(f"error: --systems are of {', '.join(SYSTEMS)}, --rounds at least 1; found {words}\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the systems are then stopped as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the systems as Ctrl-C does
     measured = {system: Measured() for system in options.systems}
     environment = machine()
     calls = QUICK if options.quick else FULL
@@ -93,12 +93,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s bench -- transfer", description=about)
     parser.add_argument("--rounds", type=int, default=3, help="rounds in which all systems take turns")
     parser.add_argument(
-        "--systems", type=lambda text: text.split(","), default=list(SYSTEMS), help="which to run, with commas between"
+        "--systems", type=lambda text: text.split(","), default=list(SYSTEMS), help="comma-separated workloads to run"
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="one round of few calls, of two systems: does it run at all"
-    )
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--quick", action="store_true", help="one round of few calls, of two systems, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.quick:
         options.rounds, options.systems = 1, list(QUICK_SYSTEMS)
@@ -222,7 +220,7 @@ def cell(number: float | None, digits: int) -> str:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

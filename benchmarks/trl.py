@@ -63,7 +63,7 @@ LONGEST_TOKENS = 192
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless something breaks; targets are reported."""
+    """Run the comparison and return the exit status: 0 unless something breaks; targets are reported."""
     options = parse(words)
     python = os.environ.get("TRL_PYTHON", "")
     if not (options.quick or Path(python).is_file()):
@@ -97,11 +97,11 @@ def main(words: Sequence[str]) -> int:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- trl", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--workload", default="short,long_tail,long_prompt", help="which to run, with commas between")
+    parser.add_argument("--workload", default="short,long_tail,long_prompt", help="comma-separated workloads to run")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each system")
     parser.add_argument("--steps", type=int, help="steps of a run; each workload has its own default")
-    parser.add_argument("--quick", action="store_true", help="one short run of ours, without TRL: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--quick", action="store_true", help="one short run of ours, without TRL, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.quick:
         options.workload, options.pairs, options.steps = "short", 1, WARM_UP_STEPS + 1
@@ -167,7 +167,7 @@ def run_pairs(workload: Workload, *, python: str | None, pairs: int, steps: int)
 
 
 def tell(workload: Workload, seed: int, run: Run) -> None:
-    """One line as a run ends."""
+    """Print one line at the end of a run."""
     speed = samples_per_s(run.step_s, samples_per_step=workload.samples_per_step)
     say(
         f"{time.strftime('%H:%M:%S')}  {workload.name}, pair {seed + 1}, {run.system:4}: {speed:7.1f} samples/s, "
@@ -234,7 +234,7 @@ def complain(message: str, *, status: int = 2) -> int:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

@@ -89,7 +89,7 @@ def has_section(project: Project, root: Path) -> bool:
 
 
 def bound_mistakes(project: Project, projects: dict[str, Project]) -> list[str]:
-    """Check that our packages among the needs have a lower bound, and an upper one at most at the next breaking version."""
+    """Check that needed packages of ours have a lower bound, and an upper one up to the next breaking version."""
     mistakes = []
     for need in project.needs:
         if need.name not in projects:

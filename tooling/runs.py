@@ -129,4 +129,4 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait(max(0.0, ends_at - time.monotonic()))
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.wait()  # no deadline: the kernel ends a killed process

@@ -64,7 +64,7 @@ SIDES: dict[str, Callable[[Step, Tensor], Tensor]] = {"ours": ours, "full_softma
 
 
 def main() -> int:
-    """Answer requests until there are no more, and give the exit status."""
+    """Answer requests until there are no more, and return the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--side", choices=list(SIDES), required=True)
     parser.add_argument("--preset", choices=list(PRESETS), required=True)
@@ -120,7 +120,7 @@ def gradient_norm(tensor: Tensor) -> float:
 
 
 def wait_for_device() -> None:
-    """Wait until a GPU, where there is one, has done what it was given."""
+    """Wait until the GPU, if there is one, has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -106,7 +106,7 @@ def timed(act: Callable[[], dict[str, Any]], *, num_steps: int = 1) -> dict[str,
 
 
 def main() -> int:
-    """Answer requests until there are no more, and give the exit status."""
+    """Answer requests until there are no more, and return the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--preset", choices=list(PRESETS), required=True)

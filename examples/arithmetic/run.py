@@ -101,7 +101,7 @@ def call(words: Sequence[str]) -> int:
     try:
         while True:
             try:
-                return process.wait()
+                return process.wait()  # no deadline: the user decides how long a run trains
             except KeyboardInterrupt:
                 continue
     finally:
