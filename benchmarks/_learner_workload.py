@@ -171,10 +171,10 @@ def make_rows(preset: Preset, workload: str, *, seed: int) -> Rows:
 
     Args:
         preset: Sizes.
-        workload: Rows of `equal` and `ragged` share no prefixes and have the same number of tokens in total; the lengths
-            of `ragged` are evenly spread, in random order. `shared_P_G` has 16 responses of 32 to 256 tokens, G per
-            prompt of P tokens. `trees` has a prompt of 256 tokens, 4 sessions of 4 turns, and forks of each session
-            after the first 3 turns. A turn has 64 tokens.
+        workload: Rows of `equal` and `ragged` share no prefixes and have the same number of tokens in total; the
+            lengths of `ragged` are evenly spread, in random order. `shared_P_G` has 16 responses of 32 to 256 tokens, G
+            per prompt of P tokens. `trees` has a prompt of 256 tokens, 4 sessions of 4 turns, and forks of each session
+            after its first 3 turns. A turn has 64 tokens.
         seed: Seed of tokens and order.
     """
     random = np.random.default_rng(seed)

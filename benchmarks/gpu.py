@@ -5,8 +5,8 @@
     nox -s gpu -- --help
 
 Needs torch and the packages in locks/gpu.md, but neither nox, vLLM nor a network. Each group of measurements runs in
-its own process, so a failure does not affect other groups. Each result is written at once, and a second start measures the
-rest. --short uses tiny sizes in this process, also on a CPU. benchmarks/README.md describes the measurements.
+its own process, so a failure does not affect other groups. Each result is written at once, and a second start measures
+the rest. --short uses tiny sizes in this process, also on a CPU. benchmarks/README.md describes the measurements.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def gpu_tests() -> list[str]:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     about = __doc__.splitlines()[0] if __doc__ else ""
     rest = "Without --bench or --short, the tests marked gpu run, and all arguments go to pytest."
     parser = argparse.ArgumentParser(prog="nox -s gpu --", description=about, epilog=rest)

@@ -1,9 +1,9 @@
-"""LoRA: our learner with an adapter beside all weights and beside peft; updates of the engine, and its decoding.
+"""Compare LoRA in our learner with full training and with peft; measure updates and decoding of the engine.
 
     nox -s bench -- lora [--rounds 3] [--threads 1] [--workload train,train_recompute,decode] [--quick] [--json FILE]
 
-The systems are processes that take turns, a step each; benchmarks/README.md says what is timed. --quick takes one round
-of a tiny policy, with transformers' engine, all in one process.
+The systems are processes that take turns, one step each; benchmarks/README.md describes the measurements. --quick runs
+one round of a tiny policy with the transformers engine, all in one process.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- lora", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each system, after a warm-up")
     parser.add_argument("--threads", type=int, default=1, help="of each system")
@@ -95,13 +95,13 @@ def new_report(options: argparse.Namespace) -> dict[str, Any]:
 def run_workload(
     workload: str, options: argparse.Namespace, folder: Path, *, shared: Peer | None
 ) -> dict[str, Measured]:
-    """A step of each system in turns, with a rotating order; then an update of each engine, in turns.
+    """Run a step of each system in turns with a rotating order; then an update of each engine in turns.
 
     Args:
-        workload: Of `WORKLOADS`.
+        workload: A name in `WORKLOADS`.
         options: The command line.
-        folder: With the policy and its adapter.
-        shared: Serves all systems; None starts a process for each, as their memory is measured.
+        folder: Folder with the policy and its adapter.
+        shared: Process for all systems; None starts one for each, because their memory is measured.
 
     Raises:
         ChildFailedError: A system failed.
