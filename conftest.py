@@ -1,4 +1,4 @@
-"""What all tests share: seeds, hypothesis' profiles, Ray's token, warm starts, groups of tests, and Ctrl-C."""
+"""Shared test setup: seeds, Hypothesis profiles, Ray's token, warm starts, groups of tests, and Ctrl-C."""
 
 import os
 import signal
@@ -28,10 +28,10 @@ SHARED = {
 """Prefixes of the test files that share one import of vLLM, one Ray cluster or one browser."""
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.pop("RAY_AUTH_TOKEN", None)  # a token for each worker tells their processes apart
-prepare_environment(RayOptions())  # before a test imports what imports Ray, which reads it then
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # a token per worker distinguishes their processes
+prepare_environment(RayOptions())  # before Ray is imported, which reads it
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: children would ignore Ctrl-C too
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job, children would ignore Ctrl-C too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=50)
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Let trainers and roles start warm, and be told of a closed terminal, also where the tests run under nohup."""
+    """Start trainers and roles warm, and let them receive SIGHUP even if the tests run under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     warm_start.install()
 
@@ -65,6 +65,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """Seed of a fuzz or soak test: 0, or what `nox -s soak -- --seed N` says."""
+    """Seed of a fuzz or soak test: 0, or N with `nox -s soak -- --seed N`."""
     chosen: int = request.config.getoption("--seed")
     return chosen

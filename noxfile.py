@@ -1,11 +1,12 @@
-"""Every verb of the project: `nox -l` lists them, a bare `nox` runs the checks.
+"""The project's nox sessions: `nox -l` lists them, `nox` alone runs the checks.
 
-tooling/environments.py makes their environments; tooling/runs.py runs tests, and sessions side by side.
+tooling/environments.py creates their environments; tooling/runs.py runs tests, and sessions in parallel.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -57,11 +58,11 @@ WORKSPACE_TESTS = (
     "packages/rl-rollout/tests/test_gateway_vllm_parsers.py",
     "packages/rl-rollout/tests/test_loops_verifiers.py",
 )
-"""Tests of packages that need more than the packages declare, such as vLLM; `unit` leaves them out."""
+"""Tests of packages that need undeclared dependencies, such as vLLM; `unit` leaves them out."""
 AGENTS_TESTS = "packages/rl-rollout/tests/test_gateway_agents.py"
 TWO_WORKERS = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "--max-worker-restart", "0")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
-    # Without bytecode each of some hundred processes compiles torch and vLLM again; keep it out of the checkout.
+    # Without bytecode, hundreds of processes would each compile torch and vLLM; keep it out of the checkout.
     os.environ["PYTHONPYCACHEPREFIX"] = str(ROOT / ".nox" / "pycache")
 CHECKS = (
     ("lint",),
@@ -74,17 +75,20 @@ CHECKS = (
     ("wheels",),
     ("pythons",),
 )
-"""Sessions of `checks`, with their arguments: the quick ones first, then the longest."""
+"""Sessions of `checks` with their arguments: the quick ones first, then the longest."""
 ON_EVERY_PYTHON = ("--without-torch", "rl-core", "rl-metrics", "-m", "not one_python and not soak and not gpu")
-"""Arguments that `pythons` passes to `unit`: where a Python has no CPU build of torch, pip would fetch 2.3 GB."""
+"""Arguments that `pythons` passes to `unit`. Without a CPU build of torch, pip would download 2.3 GB."""
 PEERS = {
     "trl": ("TRL_PYTHON", TRL),
     "transfer": ("TRANSFERQUEUE_PYTHON", TRANSFERQUEUE),
     "skip-cache": ("VERL_PYTHON", VERL),
 }
-"""Of each benchmark: the variable that names its peer's interpreter, and the peer's environment."""
+"""For each benchmark, the variable with its peer's interpreter, and the peer's environment."""
 OPTIONAL_PEERS = ("skip-cache",)
-"""Benchmarks that go on without a peer whose environment cannot be made."""
+"""Benchmarks that run without their peer if its environment cannot be created."""
+
+CHECKS_S = 7200.0
+"""Maximum wait for the checks after the tests, in seconds; then they are stopped and count as failed."""
 
 nox.options.sessions = ["checks"]
 nox.options.default_venv_backend = "none"
@@ -93,16 +97,16 @@ nox.options.error_on_external_run = False
 
 @nox.session
 def train(session: nox.Session) -> None:
-    """Run the main job, the arithmetic example; arguments pass through: `nox -s train -- --trainer.steps=20`."""
+    """Run the arithmetic example; arguments are passed on: `nox -s train -- --trainer.steps=20`."""
     python = workspace(session)
     sys.stdout.flush()
-    # The job takes the place of nox: its exit status, Ctrl-C and SIGTERM are then the user's, with nothing between.
+    # The trainer replaces nox, so the user gets its exit status, and it receives Ctrl-C and SIGTERM directly.
     os.execv(python, [python, "examples/arithmetic/run.py", *session.posargs])
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run what CI runs: the checks, and beside them all tests on real vLLM and Megatron; with arguments, pytest."""
+    """Run what CI runs: the checks, and in parallel all tests with vLLM and Megatron; with arguments, run pytest."""
     ensure(session, TOOLS)  # tests/test_release.py writes a changelog with its towncrier
     if session.posargs:
         with summary(session):
@@ -112,9 +116,9 @@ def tests(session: nox.Session) -> None:
                 ensure(session, DOCS)
             run_pytest(session, workspace(session), *session.posargs)
         return
-    apps = [f"{project}/tests" for project in PROJECTS if project.startswith("apps/")]  # packages are covered by unit
+    apps = [f"{project}/tests" for project in PROJECTS if project.startswith("apps/")]  # `unit` covers packages
     suites = ["tests", "examples", *WORKSPACE_TESTS, *apps]
-    session.log("All tests, and beside them the checks (lint, imports, types, unit, wheels); on two cores 20 minutes.")
+    session.log("All tests, and in parallel the checks (lint, imports, types, unit, wheels): 20 minutes on two cores.")
     with summary(session):
         beside = Job("checks", ())
         running = beside.start()
@@ -127,7 +131,8 @@ def tests(session: nox.Session) -> None:
             except CommandFailed as error:
                 failure = error
             session.log(f"Waiting for the checks, which write to {LOGS.relative_to(ROOT)}.")
-            running.wait()  # no deadline: each of its tests has one, and CI has its own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running.wait(CHECKS_S)
         finally:
             end([running])
         print(beside.log.read_text(errors="replace"))
@@ -139,9 +144,9 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def checks(session: nox.Session) -> None:
-    """Run lint, imports, types, unit, wheels and pythons, two at once: what a bare `nox` does."""
+    """Run lint, imports, types, unit, wheels and pythons, two at a time; `nox` alone does this."""
     parser = argparse.ArgumentParser(prog="nox -s checks --")
-    parser.add_argument("--at-once", type=int, default=2, help="how many side by side")
+    parser.add_argument("--at-once", type=int, default=2, help="number of sessions to run in parallel")
     options = parser.parse_args(session.posargs)
     if options.at_once < 1:
         parser.error(f"--at-once must be at least 1; found {options.at_once}.")
@@ -152,7 +157,7 @@ def checks(session: nox.Session) -> None:
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """Measure which lines of packages and apps the tests run, child processes included."""
+    """Measure which lines of packages and apps the tests run, including child processes."""
     folder = ROOT / ".nox" / "coverage"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -169,10 +174,10 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def unit(session: nox.Session) -> None:
-    """Test each package with only what it declares: `nox -s unit -- rl-core -k queue`; `--python 3.12` on that one."""
+    """Test each package with only its declared dependencies: `nox -s unit -- rl-core -k queue --python 3.12`."""
     parser = argparse.ArgumentParser(prog="nox -s unit --", allow_abbrev=False)
-    parser.add_argument("--python", choices=PYTHONS, default=HERE.minor, help="which Python; nox's own when left out")
-    parser.add_argument("--without-torch", action="store_true", help="rl-core without its extra `torch`")
+    parser.add_argument("--python", choices=PYTHONS, default=HERE.minor, help="Python version (default: that of nox)")
+    parser.add_argument("--without-torch", action="store_true", help="test rl-core without its extra `torch`")
     options, words = parser.parse_known_args(session.posargs)
     base = needed_python(session, options.python)
     named = [name for name in PACKAGES if name in words]
@@ -182,7 +187,7 @@ def unit(session: nox.Session) -> None:
         for name in named or PACKAGES:
             python = ensure(session, unit_environment(name, without_torch=options.without_torch).on(base))
             try:
-                run_pytest(session, python, "-k", "not vllm", f"packages/{name}/tests", *rest)  # it is in `tests`
+                run_pytest(session, python, "-k", "not vllm", f"packages/{name}/tests", *rest)  # `tests` runs those
             except CommandFailed:
                 failed.append(name)
     if failed:
@@ -191,10 +196,10 @@ def unit(session: nox.Session) -> None:
 
 @nox.session
 def pythons(session: nox.Session) -> None:
-    """Run the unit tests of rl-core and rl-metrics on each other supported Python that is here; say which is not."""
+    """Run the unit tests of rl-core and rl-metrics on every other supported Python found; report missing ones."""
     found, missing = other_pythons()
     for minor in missing:
-        session.warn(f"Not tested on Python {minor}, which is not here; {how_to_get(minor)}")
+        session.warn(f"Not tested on Python {minor}, which was not found; {how_to_get(minor)}")
     jobs = [Job("unit", ("--python", minor, *ON_EVERY_PYTHON)) for minor in found]
     with summary(session):
         run_jobs(session, jobs, at_once=1)
@@ -223,13 +228,13 @@ def types(session: nox.Session) -> None:
             *mypy,
             str(folder.relative_to(ROOT)),
             env={"MYPYPATH": f"{folder}:{folder.parent}:tests/support:{folder / 'peers'}"},
-        )  # scripts import neighbours
+        )  # scripts import neighbouring files
     session.run(tools, "-m", "mypy", "noxfile.py")
 
 
 @nox.session
 def imports(session: nox.Session) -> None:
-    """Check the directions of imports between packages, and where optional backends may appear."""
+    """Check the directions of imports between packages, and which files import optional backends."""
     tools = ensure(session, TOOLS)
     path = os.pathsep.join(str(ROOT / source) for source in SOURCES)
     session.run(str(Path(tools).with_name("lint-imports")), "--no-cache", env={"PYTHONPATH": path})
@@ -237,10 +242,10 @@ def imports(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build every wheel as `release` does, and try them outside the checkout, with nothing but what they declare.
+    """Build every wheel as `release` does, and try them outside the checkout with only their declared dependencies.
 
-    rl-core goes into an empty environment. Then each trainer is installed alone, with ours from `dist` and no index:
-    what it needs is ours, or locked.
+    rl-core is installed into an empty environment. Then each trainer is installed from `dist` without an index, so its
+    dependencies must be our packages or locked ones.
     """
     projects = read_projects()
     build(session, ensure(session, TOOLS), list(projects))
@@ -260,7 +265,7 @@ def wheels(session: nox.Session) -> None:
 
 
 def try_wheels(session: nox.Session, python: str, *attempt: str, **env: str) -> None:
-    """Run tests of what is installed outside the checkout, and pip's own check of it."""
+    """Run tests against the installed wheels outside the checkout, then `pip check`."""
     with tempfile.TemporaryDirectory(prefix="rl-wheels-") as folder:
         shutil.copytree(ROOT / "locks", Path(folder, "locks"))
         tests = Path(folder, "tests")
@@ -275,18 +280,18 @@ def try_wheels(session: nox.Session, python: str, *attempt: str, **env: str) -> 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run a benchmark against its peer: `nox -s bench -- trl --json results.json`; without a name, list them."""
+    """Run a benchmark against its peer: `nox -s bench -- trl --json results.json`; without a name, list benchmarks."""
     names = {path.stem.replace("_", "-"): path for path in sorted((ROOT / "benchmarks").glob("[!_]*.py"))}
     name = session.posargs[0].replace("_", "-") if session.posargs else ""
     if name not in names:
-        session.error(f"name a benchmark: {', '.join(names) or 'there is none yet'}; found {name or 'no name'}")
+        session.error(f"expected the name of a benchmark: {', '.join(names)}; found {name or 'none'}")
     env = peer_variables(session, name)
     python = workspace(session)
     session.run(python, str(names[name].relative_to(ROOT)), *session.posargs[1:], env=env, interrupt_timeout=STOP_S)
 
 
 def peer_variables(session: nox.Session, name: str) -> dict[str, str]:
-    """The variable that tells a benchmark its peer's interpreter; none where it has no peer, or does without."""
+    """Return the variable with the interpreter of a benchmark's peer; empty if it runs without a peer."""
     if name not in PEERS or "--quick" in session.posargs:
         return {}
     variable, peer = PEERS[name]
@@ -295,13 +300,13 @@ def peer_variables(session: nox.Session, name: str) -> dict[str, str]:
     except Exception as error:  # nox has no public name for what session.error raises
         if name not in OPTIONAL_PEERS:
             raise
-        session.log(f"The benchmark goes on without .nox/{peer.name}: {error}")
+        session.log(f"The benchmark runs without .nox/{peer.name}: {error}")
         return {}
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation site; `-- --serve` serves it on this machine, `-- --settings` renews docs/settings.md."""
+    """Build the documentation site; `-- --serve` also serves it locally, `-- --settings` updates docs/settings.md."""
     if "--settings" in session.posargs:
         session.run(workspace(session), "-m", "tooling.settings_page")
         return
@@ -310,13 +315,13 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def verifiers(session: nox.Session) -> None:
-    """Run examples/verifiers; the library verifiers does not fit beside vLLM, and has an environment of its own."""
+    """Run examples/verifiers in its own environment, because the library verifiers conflicts with vLLM."""
     session.run(ensure(session, VERIFIERS), "examples/verifiers/run.py")
 
 
 @nox.session
 def agents(session: nox.Session) -> None:
-    """Run agents from PyPI, unmodified and in an environment of their own, against the gateway."""
+    """Run unmodified agents from PyPI, in their own environment, against the gateway."""
     os.environ["AGENTS_PYTHON"] = ensure(session, AGENTS)
     with summary(session):
         run_pytest(session, workspace(session), "-m", "soak", AGENTS_TESTS, *session.posargs)
@@ -330,18 +335,18 @@ def notebooks(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Run the long fault and fuzz tests: `nox -s soak -- transfer --seed 7`; the seed is printed when none is given."""
+    """Run the long fault and fuzz tests: `nox -s soak -- transfer --seed 7`; a random seed is printed."""
     parser = argparse.ArgumentParser(prog="nox -s soak --")
-    parser.add_argument("-k", dest="name", help="part of a test's name, as pytest has it; all when left out")
-    parser.add_argument("name", nargs="?", default=argparse.SUPPRESS, help="the same")
+    parser.add_argument("-k", dest="name", help="part of a test's name, as in pytest (default: all)")
+    parser.add_argument("name", nargs="?", default=argparse.SUPPRESS, help="the same as -k")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))
     options, rest = parser.parse_known_args(session.posargs)
-    session.log(f"Seed {options.seed}; the same run again: nox -s soak -- {options.name or ''} --seed {options.seed}")
+    session.log(f"Seed {options.seed}; to repeat this run: nox -s soak -- {options.name or ''} --seed {options.seed}")
     chosen = ["-k", options.name.replace("-", "_")] if options.name else []
     seeds = [f"--seed={options.seed}", f"--hypothesis-seed={options.seed}", "--hypothesis-profile=soak"]
     limits = ["-o", "faulthandler_timeout=14400"]
     os.environ["AGENTS_PYTHON"] = ensure(session, AGENTS)
-    os.environ["RL_TESTS_COLD"] = "1"  # every process as users start it
+    os.environ["RL_TESTS_COLD"] = "1"  # start every process as users do
     with summary(session):
         folders = ("packages", "apps", "tests")
         run_pytest(session, workspace(session), "-m", "soak", *chosen, *seeds, *limits, *rest, *folders)
@@ -349,7 +354,7 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Run the GPU tests, or measure with `-- --bench`, with the python on PATH (locks/gpu.md); `-- --wheels DIR`."""
+    """Run GPU tests, or with `-- --bench` benchmarks, in the python on PATH (see locks/gpu.md); `-- --wheels DIR`."""
     if "--wheels" in session.posargs:
         words = [word for word in session.posargs if word != "--wheels"]
         session.run(ensure(session, TOOLS), "tooling/gpu_wheels.py", *words)
@@ -359,13 +364,13 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def release(session: nox.Session) -> None:
-    """Check, build and try packages before a release: `nox -s release -- rl-core`; `--help` lists the further steps."""
+    """Check, build and try packages before a release: `nox -s release -- rl-core`; `--help` lists further steps."""
     release_projects(session)
 
 
 @nox.session
 def lock(session: nox.Session) -> None:
-    """Renew locks/*.txt from locks/*.in: `nox -s lock -- cpu`; all when none is named."""
+    """Update locks/*.txt from locks/*.in: `nox -s lock -- cpu`; without a name, update all."""
     tools = ensure(session, TOOLS)
     left_out = {line.split(";")[0].strip() for line in (ROOT / "locks/overrides.txt").read_text().splitlines()}
     for name in session.posargs or ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", "agents", "docs", "gpu"):
@@ -375,7 +380,7 @@ def lock(session: nox.Session) -> None:
             install(session, tools, *resolve, "-r", f"locks/{name}.in")
             found = [item["metadata"] for item in json.loads(report.read_text())["install"]]
         pins = {item["name"].lower().replace("_", "-").replace(".", "-"): item["version"] for item in found}
-        here = {"torch"} if name == "gpu" else set()  # such a machine has a torch for its GPU
+        here = {"torch"} if name == "gpu" else set()  # a GPU machine has its own torch
         text = "".join(f"{key}=={pins[key]}\n" for key in sorted(pins) if key not in left_out | here)
         (ROOT / f"locks/{name}.txt").write_text(text)
-        session.log(f"locks/{name}.txt: {text.count('==')} packages. Now run `nox -s tests` before you commit it.")
+        session.log(f"locks/{name}.txt: {text.count('==')} packages. Run `nox -s tests` before you commit it.")

@@ -1,6 +1,6 @@
-"""Engines and a learner that sleep for as long as real ones would work, and write down what they did when.
+"""Engines and a learner that sleep for as long as real ones would work, and record what they did when.
 
-They are put where the trainers have vLLM and Megatron; all the rest is the trainers' own.
+They replace vLLM and Megatron in the trainers; everything else is the trainers' own.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.ma  # numpy itself does so when it first needs it, which would be amid the first step
+import numpy.ma  # otherwise numpy imports it on first use, during the first step
 import torch
 from _async_workload import Script
 from _digits import END_TOKEN, FIRST_DIGIT
@@ -31,7 +31,7 @@ class SleepingEngine(ScriptedEngine):
     """A GPU with slots: a response takes its slot for its tokens times the seconds of one."""
 
     def __init__(self, script: Script, *, index: int) -> None:
-        """Nothing is decoded yet.
+        """Start without responses.
 
         Args:
             script: Lengths and costs.
@@ -47,7 +47,7 @@ class SleepingEngine(ScriptedEngine):
         self._trace: list[tuple[float, float]] = []
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
-        """As scripted, each token with the version of the weights at its time."""
+        """Return scripted tokens, each with the version of the weights at its time."""
         generations = await super().generate(request)
         number = _number(request.input_ids)
         return [
@@ -56,7 +56,7 @@ class SleepingEngine(ScriptedEngine):
         ]
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Nothing is decoded while they are replaced."""
+        """Replace the weights; nothing is decoded meanwhile."""
         swap_s = self._plan.workload.weights.swap_s
         self._stalled_s += swap_s
         await asyncio.sleep(swap_s)
@@ -84,7 +84,7 @@ class SleepingEngine(ScriptedEngine):
         return [FIRST_DIGIT] * (num_tokens - 1) + [END_TOKEN]
 
     def _versions(self, span: tuple[float, float], num_tokens: int) -> IntArray:
-        """[num_tokens] int32, by when each was drawn."""
+        """Return the [num_tokens] int32 versions, by when each token was drawn."""
         began_at, ended_at = span
         drawn_at = began_at + (ended_at - began_at) * np.arange(num_tokens) / num_tokens
         times = [at for at, _ in self._swaps]
@@ -96,7 +96,7 @@ class SleepingPolicy:
     """A `Learner` whose step sleeps for the tokens of its batch."""
 
     def __init__(self, script: Script) -> None:
-        """Nothing is trained yet."""
+        """Start at step 0."""
         self.step = 0
         self.num_parameters = 1
         self.tied: Mapping[str, str] = {}
@@ -105,7 +105,7 @@ class SleepingPolicy:
         self._staleness: list[float] = []
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
-        """What the scripted engine says too."""
+        """Return the same logprobs as the scripted engine."""
         del temperature
         rows = [np.where(np.arange(len(row)), -1.0, 0.0) for row in batch.ragged("input_ids")]
         return Ragged.from_rows(rows, dtype="float32")
@@ -146,7 +146,7 @@ class SleepingPolicy:
         self.step = int((directory / "step").read_text())
 
     def offload(self) -> int:
-        """There is nothing to free."""
+        """Do nothing."""
         return 0
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class ScriptedRollouter(Rollouter):
     """The trainer's rollouter on engines that sleep."""
 
     def make_engine(self) -> ReplicatedEngine:
-        """As many as the script says."""
+        """Return as many engines as the script has."""
         return make_engines(Script.read(self._settings.policy.path))
 
 
@@ -171,18 +171,18 @@ class ScriptedLearnerHost(LearnerHost):
 
 
 def make_engines(script: Script) -> ReplicatedEngine:
-    """The engines of a run, not started."""
+    """Return the engines of a run, not started."""
     return ReplicatedEngine([SleepingEngine(script, index=index) for index in range(script.num_engines)])
 
 
 def make_learners(script: Script) -> Learners:
-    """The learner of a run."""
+    """Return the learner of a run."""
     policy = SleepingPolicy(script)
     return Learners(policy=policy, reference=None, critic=None, close=policy.close)
 
 
 def write_trace(script: Script, name: str, found: Mapping[str, object]) -> None:
-    """Leave what was seen for the benchmark."""
+    """Write the trace for the benchmark."""
     (script.trace / f"{name}.json").write_text(json.dumps(found))
 
 

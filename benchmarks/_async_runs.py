@@ -1,4 +1,4 @@
-"""One run of either trainer on scripted parts, in a folder of its own, and what came of it."""
+"""Run one of the trainers on scripted parts, in its own folder, and summarize the run."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ WORK: dict[str, Callable[[Mapping[str, float]], float]] = {
     SYNC: lambda step: step["timing_s/adv"] + step["timing_s/update_actor"],
     ASYNC: lambda step: step["perf/total_num_tokens"] / step["perf/trainer_tokens_per_s"],
 }
-"""The seconds of a step in which the learner works on it, all of its rows being there, from its metrics."""
+"""Metrics with the seconds in which the learner works on a step whose rows have all arrived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +50,15 @@ class Measured:
 
     Attributes:
         mode: "sync" or "async".
-        wall_s: From the first request to an engine until all engines have the last weights.
-        steps: That were trained.
-        idle_learner: Share of it in which the learner worked on no step, as the trainer's own metrics say.
-        slept_learner: Share of it in which the learner slept a step: what is missing to 1 is idleness and overhead.
-        idle_engine: Share of it in which an engine decoded nothing, mean of the engines.
-        slots_used: Share of the slots that decoded, over all of it.
-        staleness_mean: Policy versions that the oldest token of a trajectory was behind, mean of those trained.
-        longest_over_mean: Longest response over the mean.
-        bound_s: That no schedule can beat; None for sync, whose GPUs take turns.
+        wall_s: Seconds from the first request to an engine until all engines have the last weights.
+        steps: Number of trained steps.
+        idle_learner: Share of wall_s in which the learner worked on no step, from the trainer's metrics.
+        slept_learner: Share of wall_s in which the learner slept for a step; the rest is idle time and overhead.
+        idle_engine: Share of wall_s in which an engine decoded nothing, averaged over the engines.
+        slots_used: Mean share of slots in use.
+        staleness_mean: Mean staleness of a trained trajectory's oldest token, in policy versions.
+        longest_over_mean: Longest response divided by the mean.
+        bound_s: Lower bound of wall_s for any schedule; None for sync, whose GPUs take turns.
     """
 
     mode: str
@@ -77,12 +77,12 @@ def run_mode(mode: str, file: Path, plan: Plan, workload: Workload, *, folder: P
     """Train with one of the trainers.
 
     Args:
-        mode: Which.
+        mode: "sync" or "async".
         file: The benchmark's file.
         plan: How it runs.
-        workload: What is generated and trained.
-        folder: Empty, for everything of the run.
-        roles: Where rollouter and learner of the asynchronous trainer live.
+        workload: Lengths and costs.
+        folder: Empty folder for all files of the run.
+        roles: Where rollouter and learner of the asynchronous trainer run.
     """
     is_async = mode == ASYNC
     script = Script(
@@ -111,13 +111,13 @@ def run_mode(mode: str, file: Path, plan: Plan, workload: Workload, *, folder: P
 
 
 def max_inflight(plan: Plan, workload: Workload) -> int | None:
-    """Groups that are generated at once: as the workload says for each engine, or as many as staleness allows."""
+    """Return the groups generated at once: the workload's number per engine, or as many as staleness allows."""
     each = workload.engine.inflight_groups
     return None if each is None else each * plan.rollout_gpus
 
 
 def make_settings(plan: Plan, workload: Workload, *, num_steps: int, folder: Path) -> dict[str, Any]:
-    """What both trainers are told; neither validates, and both write a checkpoint in the end."""
+    """Return the settings of both trainers: no validation, and one checkpoint at the end."""
     return {
         "run": {"name": "run", "directory": folder, "seed": plan.seed},
         "policy": {"path": folder / "policy"},
@@ -136,7 +136,7 @@ def make_settings(plan: Plan, workload: Workload, *, num_steps: int, folder: Pat
 
 
 def write_inputs(script: Script, *, num_prompts: int, folder: Path) -> None:
-    """A tokenizer of ten digits, prompts that are their numbers, and what the scripted parts are told."""
+    """Write a tokenizer of ten digits, prompts that are numbers, and the script."""
     policy = folder / "policy"
     policy.mkdir()
     script.trace.mkdir()
@@ -148,13 +148,13 @@ def write_inputs(script: Script, *, num_prompts: int, folder: Path) -> None:
 
 
 def issued_groups(inputs: Inputs, num_groups: int, *, seed: int) -> list[int]:
-    """Numbers of the prompts in the order in which a run issues them."""
+    """Return the numbers of the prompts in the order in which a run issues them."""
     prompts = PromptSource(inputs.train, seed=seed).next(num_groups)
     return [int("".join(str(token - FIRST_DIGIT) for token in prompt.input_ids.tolist())) for prompt in prompts]
 
 
 async def _train_sync(settings: Settings, inputs: Inputs, run: RunFolder, script: Script) -> None:
-    """The synchronous trainer's loop on the scripted parts, which is put together as its own session does it."""
+    """Run the synchronous trainer's loop on the scripted parts, assembled as in its `TrainingRun`."""
     async with AsyncExitStack() as stack:
         learners, engine = make_learners(script), make_engines(script)
         stack.callback(learners.close)
@@ -200,14 +200,14 @@ async def _train_sync(settings: Settings, inputs: Inputs, run: RunFolder, script
 
 
 def measure(mode: str, script: Script, plan: Plan, groups: Sequence[int], *, metrics: Path) -> Measured:
-    """What the traces of a run say, and its metrics.
+    """Summarize a run from its traces and metrics.
 
     Args:
-        mode: Of the run.
-        script: Of the run.
-        plan: Of the run.
+        mode: Mode of the run.
+        script: Script of the run.
+        plan: Plan of the run.
         groups: Numbers of its prompts, in the order of issue.
-        metrics: Its metrics.jsonl.
+        metrics: Path of its metrics.jsonl.
     """
     learner = json.loads((script.trace / "learner.json").read_text())
     engines = [json.loads((script.trace / f"engine-{n}.json").read_text()) for n in range(script.num_engines)]
@@ -238,7 +238,7 @@ def measure(mode: str, script: Script, plan: Plan, groups: Sequence[int], *, met
 
 
 def union_s(spans: Sequence[Sequence[float]]) -> float:
-    """Seconds in which at least one of the spans [began, ended] runs."""
+    """Return the seconds covered by at least one of the spans [began, ended]."""
     total, until = 0.0, float("-inf")
     for began_at, ended_at in sorted((span[0], span[1]) for span in spans):
         total += max(0.0, ended_at - max(began_at, until))

@@ -1,4 +1,4 @@
-"""Arithmetic of benchmarks/async.py: rows, ratios, verdicts. Pure, on plain numbers."""
+"""Arithmetic of benchmarks/async.py: rows, ratios, verdicts. Pure functions on plain numbers."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -6,21 +6,21 @@ from typing import Any
 
 SPEED, IDLE, BOUND = "speed", "idle_learner", "share_of_bound"
 WANTED = {SPEED: 2.5, IDLE: 0.05, BOUND: 0.9}
-"""Least speed of async over sync, largest idle share of its learner, least share of the bound."""
+"""Minimum speed of async over sync, maximum idle share of its learner, minimum share of the bound."""
 MEDIANS = ("wall_s", "step_s", "idle_learner", "slept_learner", "idle_engine", "slots_used", "staleness_mean")
 
 
 def round_row(run: dict[str, Any]) -> dict[str, Any]:
-    """A run's numbers with its seconds a step."""
+    """Return a run's numbers with its seconds per step."""
     return {**run, "step_s": run["wall_s"] / run["steps"]}
 
 
 def mode_row(mode: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A mode's result: medians of its rounds.
+    """Return a mode's result, the medians of its rounds.
 
     Args:
         mode: "sync" or "async".
-        rounds: Each as `round_row` gives it.
+        rounds: Results of `round_row`.
     """
     middle = {name: round(median(one[name] for one in rounds), 4) for name in MEDIANS}
     kept = [{name: _rounded(value) for name, value in one.items() if name != "mode"} for one in rounds]
@@ -28,10 +28,10 @@ def mode_row(mode: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def verdicts(sync: Sequence[dict[str, Any]], asynchronous: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was wanted and what was found, in the median of the rounds.
+    """Compare the medians of the rounds with the targets.
 
     Args:
-        sync: Rounds as `round_row` gives them.
+        sync: Results of `round_row`.
         asynchronous: The run that followed each.
     """
     found = {

@@ -1,4 +1,4 @@
-"""What benchmarks/async.py runs: the drawn lengths, what each thing costs, and the time that no schedule can beat."""
+"""Workload of benchmarks/async.py: lengths, costs, and a lower bound of the time for any schedule."""
 
 import json
 import tomllib
@@ -22,15 +22,15 @@ QUICK: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How the workload is run.
+    """Settings of the runs.
 
     Attributes:
-        gpus: Of either side.
-        rollout_gpus: Those of the asynchronous side that generate; the others train.
-        steps: Of the asynchronous side.
-        sync_steps: Of the synchronous side.
-        max_staleness: Of the asynchronous side.
-        seed: Of lengths and prompt order, in the first round.
+        gpus: GPUs of each side.
+        rollout_gpus: GPUs of the asynchronous side that generate; the others train.
+        steps: Steps of the asynchronous side.
+        sync_steps: Steps of the synchronous side.
+        max_staleness: Maximum staleness of the asynchronous side.
+        seed: Seed of lengths and prompt order in the first round.
     """
 
     gpus: int
@@ -42,14 +42,14 @@ class Plan:
 
 
 def read_plan(file: Path) -> tuple[Plan, Workload]:
-    """The benchmark's file: how it runs, and a workload as `rl-async-trainer simulate` has them."""
+    """Read the benchmark's file: its plan, and a workload in the format of `rl-async-trainer simulate`."""
     table = tomllib.loads(file.read_text())
     plan = Plan(**table.pop("benchmark"))
     return plan, parse_workload(tomli_w.dumps({"name": file.stem, **table}), where=str(file))
 
 
 def write_quick_file(source: Path, target: Path) -> None:
-    """The benchmark's file with a few steps of short responses."""
+    """Return the benchmark's file with a few steps of short responses."""
     table = tomllib.loads(source.read_text())
     for section, changes in QUICK.items():
         table[section] |= changes
@@ -58,14 +58,14 @@ def write_quick_file(source: Path, target: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What the scripted engines and the scripted learner of one run are told, by a file in the policy's folder.
+    """Script of the engines and the learner of one run, a file in the policy's folder.
 
     Attributes:
-        file: Has the workload.
-        trace: Folder for what they did when.
-        seed: Of the lengths.
-        num_engines: Engines, each of a GPU.
-        train_gpus: The learner's.
+        file: File with the workload.
+        trace: Folder of the traces.
+        seed: Seed of the lengths.
+        num_engines: Number of engines with one GPU each.
+        train_gpus: GPUs of the learner.
     """
 
     file: Path
@@ -76,12 +76,12 @@ class Script:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """From a policy's folder."""
+        """Read the script from a policy's folder."""
         content: dict[str, Any] = json.loads((folder / SCRIPT).read_text())
         return cls(**content | {name: Path(content[name]) for name in ("file", "trace")})
 
     def write(self, folder: Path) -> None:
-        """Into a policy's folder."""
+        """Write the script into a policy's folder."""
         (folder / SCRIPT).write_text(json.dumps(asdict(self), default=str))
 
     @cached_property
@@ -91,27 +91,27 @@ class Script:
 
     @cached_property
     def lengths(self) -> GroupLengths:
-        """Response tokens by the number of a prompt."""
+        """Return the response tokens of a prompt by its number."""
         return GroupLengths(self.workload.lengths, group_size=self.workload.batch.group_size, seed=self.seed)
 
     @property
     def token_s(self) -> float:
-        """Seconds of a token."""
+        """Return the seconds per token."""
         return self.workload.engine.step_seconds()[1]
 
     def train_s(self, num_tokens: int) -> float:
-        """Seconds of training on so many tokens."""
+        """Return the seconds of training on a number of tokens."""
         return self.workload.learner.updates_seconds(num_tokens, num_updates=1, gpus=self.train_gpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Times that no schedule of a run can beat, each for a reason of its own; the greatest counts.
+    """Lower bounds of a run's time for any schedule, for three reasons; the largest counts.
 
     Attributes:
-        training_s: The first step's rollouts, and all training after them.
-        generation_s: All tokens in all slots all the time, and the last step.
-        longest_s: The longest response, and a step.
+        training_s: The first step's rollouts and all training after them.
+        generation_s: All tokens with every slot always in use, and the last step.
+        longest_s: The longest response and a step.
     """
 
     training_s: float
@@ -120,21 +120,21 @@ class Bound:
 
     @property
     def seconds(self) -> float:
-        """No run is shorter."""
+        """The largest bound."""
         return max(self.training_s, self.generation_s, self.longest_s)
 
 
 def bound_of(script: Script, groups: Sequence[int], *, groups_per_step: int, num_startable: int) -> Bound:
-    """The bound of a run in which engines and learner have GPUs of their own.
+    """Return the bound of a run in which engines and learner have separate GPUs.
 
-    Everything but decoding and training is free in it: weight updates, the queue, the trainer. It knows nothing of the
-    bound of staleness but for the beginning, when no group beyond the first ones may be started.
+    It counts only decoding and training, not weight updates, the queue or the trainer. It ignores the limit on
+    staleness, except at the start, when only the first groups may be started.
 
     Args:
         script: The lengths and costs.
         groups: Numbers of the prompts that are trained, in the order of issue.
-        groups_per_step: Of them.
-        num_startable: Groups that may be started before the first step is trained.
+        groups_per_step: Groups per step.
+        num_startable: Number of groups that may be started before the first step is trained.
     """
     lengths, num_prompt = script.lengths, script.workload.lengths.prompt_tokens
     num_slots = script.num_engines * script.workload.engine.slots

@@ -1,7 +1,7 @@
-"""Processes that a benchmark starts: those that run to their end, and peers, which answer lines of JSON.
+"""Child processes of a benchmark: programs that run to their end, and peers that answer lines of JSON.
 
-They need no account and no variable: they keep to this machine, and trackers write into their folder. The error of one
-that fails has its command, its exit status and the last lines of its output.
+They run offline, and trackers write into their folder. The error of a failed child has its command, its exit status and
+the last lines of its output.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ START_TIMEOUT_S = 240.0
 QUIT_TIMEOUT_S = 30.0
 LAST_LINES = 30
 LEFT_OUT = "left out by --quick"
-"""Why a quick report has no row of a system."""
+"""Reason for a missing system in a quick report."""
 LOCAL = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -40,12 +40,12 @@ class ChildFailedError(RuntimeError):
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """This process's environment variables and those that keep a child to this machine and to the folder."""
+    """Return this process's environment variables, changed so that a child stays offline and writes into the folder."""
     return {**os.environ, **LOCAL, **dict.fromkeys((*WANDB_FOLDERS, "TMPDIR"), str(folder))}
 
 
 def failure(reason: str, command: Sequence[str], status: int | None, log: Path) -> ChildFailedError:
-    """The error of a child; its status is None while it runs."""
+    """Return the error of a child; `status` is None while it runs."""
     ended = "none yet" if status is None else status
     lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
     told = [reason, f"command: {shlex.join(command)}", f"exit status: {ended}", "last lines of its output:", *lines]
@@ -53,15 +53,15 @@ def failure(reason: str, command: Sequence[str], status: int | None, log: Path) 
 
 
 def run_child(command: Sequence[str], log: Path, *, variables: Mapping[str, str] | None = None) -> float:
-    """Run to the end, with the output in a file.
+    """Run a command to its end, with its output in a file.
 
     Args:
-        command: What to run, in the repository's root.
-        log: For the output; its folder takes temporary files too.
+        command: Command to run in the repository's root.
+        log: File for the output; its folder also gets temporary files.
         variables: Environment variables beside those of `environment`.
 
     Returns:
-        Seconds that it took.
+        Duration in seconds.
 
     Raises:
         ChildFailedError: It ended with an error.
@@ -78,20 +78,20 @@ def run_child(command: Sequence[str], log: Path, *, variables: Mapping[str, str]
 
 
 class Talker:
-    """A process in a group of its own, whose lines are read as they come.
+    """A process in its own group, whose output lines are read as they arrive.
 
     Attributes:
-        process: What was started.
+        process: The started process.
     """
 
     def __init__(self, command: Sequence[str], errors: IO[str], *, env: Mapping[str, str], stdin: int) -> None:
         """Start it.
 
         Args:
-            command: What to run.
-            errors: The file for its standard error.
-            env: All of its environment variables.
-            stdin: As subprocess takes it.
+            command: Command to run.
+            errors: File for its standard error.
+            env: All its environment variables.
+            stdin: As in `subprocess.Popen`.
         """
         self._lines: queue.Queue[str] = queue.Queue()
         self.process = subprocess.Popen(
@@ -100,18 +100,18 @@ class Talker:
         threading.Thread(target=self._read, daemon=True).start()
 
     def line(self, timeout_s: float) -> str:
-        """The next line, or an empty string once the process has closed its output.
+        """Return the next line, or an empty string once the process has closed its output.
 
         Raises:
-            queue.Empty: It wrote none in time.
+            queue.Empty: It wrote no line in time.
         """
         return self._lines.get(timeout=timeout_s)
 
     def kill(self) -> None:
-        """End it and all that it started."""
+        """Kill the process and its group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.wait(QUIT_TIMEOUT_S)  # a killed process ends, unless it hangs in the kernel
 
     def _read(self) -> None:
         if self.process.stdout is not None:
@@ -121,11 +121,11 @@ class Talker:
 
 
 class Peer:
-    """A started process of a system or side; says "ready" once it is warm, then answers a line of JSON with another.
+    """The process of a system or side: it prints "ready" once it is warm, then answers each line of JSON with another.
 
     Attributes:
-        name: Of its log.
-        pid: Of its process.
+        name: Name of its log.
+        pid: Its process id.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class Peer:
         """Start it and wait until it is warm.
 
         Args:
-            name: Of its log.
-            command: What starts it, an interpreter first; with this one it finds all modules that this process finds.
-            folder: For its log and its temporary files, with a short path.
+            name: Name of its log.
+            command: Its command, an interpreter first; with this process's interpreter, it inherits PYTHONPATH.
+            folder: Folder with a short path, for its log and its temporary files.
             variables: Environment variables beside those of `environment`.
 
         Raises:
@@ -161,7 +161,7 @@ class Peer:
             raise
 
     def __enter__(self) -> Self:
-        """Give itself."""
+        """Return the peer."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -169,13 +169,13 @@ class Peer:
         self.stop()
 
     def ask(self, request: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """The answer to a request.
+        """Send a request and return the answer.
 
         Raises:
-            ChildFailedError: It failed, ended, or took longer.
+            ChildFailedError: It failed, ended, or did not answer in time.
         """
         stdin = self._process.stdin
-        with contextlib.suppress(BrokenPipeError):  # its last lines say more
+        with contextlib.suppress(BrokenPipeError):  # its last lines explain why
             if stdin is not None:
                 stdin.write(json.dumps(request) + "\n")
                 stdin.flush()
@@ -185,7 +185,7 @@ class Peer:
         return answer
 
     def stop(self) -> None:
-        """Ask it to end, and end what is left of it."""
+        """Ask it to end, then kill its process group."""
         with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
             self._process.communicate('{"operation": "quit"}\n', timeout=QUIT_TIMEOUT_S)
         self._talker.kill()
@@ -201,7 +201,7 @@ class Peer:
         return line
 
     def _ended(self, reason: str) -> ChildFailedError:
-        """The error of one that has ended or is about to."""
+        """Return the error of a peer that has ended or is about to."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=QUIT_TIMEOUT_S)
         return failure(reason, self._command, self._process.returncode, self._log)

@@ -20,5 +20,5 @@ def write_tokenizer(folder: Path) -> None:
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<end>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     config = folder / "config.json"
-    if not config.exists():  # where nothing is computed with a model
+    if not config.exists():  # for runs without a model
         config.write_text(json.dumps({"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": END_TOKEN}))

@@ -1,4 +1,4 @@
-"""What both sides of benchmarks/distillation.py compute on: sizes, and numbers that a seed makes."""
+"""Inputs of both sides of benchmarks/distillation.py: sizes, and random numbers from a seed."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,10 +13,10 @@ class Preset:
 
     Attributes:
         num_tokens: Trained tokens.
-        vocab_size: Rows of the output matrix.
-        hidden_size: Its columns.
-        top_k: Tokens that the teacher gives.
-        dtype: Of hidden states and matrix.
+        vocab_size: Number of rows of the output matrix.
+        hidden_size: Number of its columns.
+        top_k: Number of the teacher's tokens per position.
+        dtype: Dtype of hidden states and matrix.
     """
 
     num_tokens: int
@@ -35,18 +35,18 @@ PRESETS = {
     "gpu": Preset(num_tokens=8_192, dtype="bfloat16"),
     "tiny": Preset(num_tokens=96, vocab_size=4_000, hidden_size=32),
 }
-"""The head of Qwen2.5-0.5B, but for tiny."""
+"""Presets; all but tiny have the head of Qwen2.5-0.5B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a step is given.
+    """Inputs of a step.
 
     Attributes:
-        hidden: [T, H] the student's.
-        ids: [T, k] int64 the teacher's likeliest tokens, all different in a row.
-        logprobs: [T, k] float32 theirs, falling; together they have about 0.9 of the mass.
-        weights: [T] float32 of the tokens in the loss.
+        hidden: [T, H] hidden states of the student.
+        ids: [T, k] int64, the teacher's most likely tokens, unique in each row.
+        logprobs: [T, k] float32, their logprobs in descending order; their probabilities sum to about 0.9.
+        weights: [T] float32, weights of the tokens in the loss.
     """
 
     hidden: Tensor
@@ -56,7 +56,7 @@ class Step:
 
 
 def make_matrix(preset: Preset, device: torch.device) -> Tensor:
-    """[V, H] the output matrix; the same on both sides."""
+    """Return the [V, H] output matrix; the same on both sides."""
     generator = torch.Generator().manual_seed(0)
     matrix: Tensor = torch.randn(preset.vocab_size, preset.hidden_size, generator=generator)
     scaled: Tensor = matrix.mul_(float(preset.hidden_size) ** -0.5).to(device, getattr(torch, preset.dtype))
@@ -64,7 +64,7 @@ def make_matrix(preset: Preset, device: torch.device) -> Tensor:
 
 
 def make_step(preset: Preset, *, seed: int, device: torch.device) -> Step:
-    """What the seed's step is given; the same on both sides."""
+    """Return the inputs of a seed's step; the same on both sides."""
     generator = torch.Generator().manual_seed(1_000 + seed)
     shape = (preset.num_tokens, preset.top_k)
     hidden = torch.randn(preset.num_tokens, preset.hidden_size, generator=generator)

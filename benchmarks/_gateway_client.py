@@ -1,4 +1,4 @@
-"""The client of the gateway benchmark, the same for every server: sessions in closed loops over Chat Completions."""
+"""Client of the gateway benchmark for every server: sessions in closed loops over Chat Completions."""
 
 import asyncio
 import json
@@ -16,12 +16,12 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What a client saw.
+    """Measurements of a client.
 
     Attributes:
-        wall_s: From the first request to the last answer.
-        num_tokens: Sampled, by the servers' usage.
-        turn_s: Of each session, of each of its turns.
+        wall_s: Seconds from the first request to the last answer.
+        num_tokens: Number of sampled tokens, from the servers' usage.
+        turn_s: Seconds of each turn, by session.
     """
 
     wall_s: float
@@ -30,11 +30,11 @@ class Round:
 
 
 class TalkFailedError(RuntimeError):
-    """A server refused a request, or did not answer."""
+    """A server refused a request or did not answer."""
 
 
 def talk(url: str, keys: Sequence[str], workload: Workload, *, seed: int) -> Round:
-    """All sessions of a workload at once, one a key.
+    """Run all sessions of a workload at once, one per key.
 
     Raises:
         TalkFailedError: The server failed.
@@ -61,7 +61,7 @@ async def _talk(url: str, keys: Sequence[str], workload: Workload, seed: int) ->
 async def _session(
     client: aiohttp.ClientSession, key: str, workload: Workload, random: np.random.Generator, known: list[str]
 ) -> tuple[list[float], int]:
-    """A conversation; the time of each turn, and all tokens."""
+    """Run a conversation; return the time of each turn, and the number of tokens."""
     messages: list[dict[str, Any]] = []
     turn_s, num_tokens = [], 0
     body = {"model": "policy", "messages": messages, "max_tokens": workload.max_tokens, "temperature": 1.0}
@@ -84,13 +84,13 @@ async def _session(
 
 
 def _whole(raw: bytes) -> tuple[str, int]:
-    """The text of an answer, and its number of tokens."""
+    """Return the text of an answer and its number of tokens."""
     answer = json.loads(raw)
     return answer["choices"][0]["message"]["content"], answer["usage"]["completion_tokens"]
 
 
 def _streamed(raw: bytes) -> tuple[str, int]:
-    """The same, of the events of an answer."""
+    """Like `_whole`, from the events of a streamed answer."""
     lines = [line.removeprefix(b"data: ") for line in raw.split(b"\n") if line.startswith(b"data: ")]
     chunks = [json.loads(line) for line in lines if line != b"[DONE]"]
     deltas = (choice["delta"] for chunk in chunks for choice in chunk["choices"])

@@ -1,4 +1,4 @@
-"""What the gateway benchmark asks: a policy with a chat template that says words and never ends, and conversations."""
+"""Workloads of the gateway benchmark: conversations, and a policy that generates words and never ends."""
 
 import json
 from dataclasses import dataclass, replace
@@ -29,11 +29,11 @@ class Workload:
     """Sessions that run at once, each in a closed loop.
 
     Attributes:
-        num_sessions: At once.
-        num_turns: Of each.
-        user_tokens: New in each turn, about.
-        max_tokens: Of each answer; a policy's answers all have as many.
-        is_streamed: Answers come token by token.
+        num_sessions: Number of concurrent sessions.
+        num_turns: Turns per session.
+        user_tokens: Approximate number of new tokens in each turn.
+        max_tokens: Tokens of each answer; the policy's answers always have as many.
+        is_streamed: Stream answers token by token.
     """
 
     num_sessions: int
@@ -44,7 +44,7 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled in a round."""
+        """Number of tokens sampled in a round."""
         return self.num_sessions * self.num_turns * self.max_tokens
 
 
@@ -60,7 +60,7 @@ MODELS: dict[str, Preset] = {
     "1m": replace(PRESETS["tiny"], vocab_size=VOCAB_SIZE, hidden_size=128, kv_cache_gib=0.5),
     "6m": replace(PRESETS["6m"], vocab_size=VOCAB_SIZE),
 }
-"""Shapes of policies; the smaller one is the default, as the servers' own cost is a larger share of its turns."""
+"""Shapes of policies; the smaller one is the default, because the servers' cost is a larger share of its turns."""
 
 
 def words() -> list[str]:
@@ -72,7 +72,7 @@ def words() -> list[str]:
 
 
 def user_message(random: np.random.Generator, known: list[str], num_tokens: int) -> Message:
-    """A text of as many tokens."""
+    """Return a text with a given number of tokens."""
     return {
         "role": "user",
         "content": "".join(f" {known[index]}" for index in random.integers(0, len(known), num_tokens)),
@@ -80,10 +80,10 @@ def user_message(random: np.random.Generator, known: list[str], num_tokens: int)
 
 
 def write_chat_policy(model: str, folder: Path) -> None:
-    """A policy that says words alone, each nearly as likely: no answer ends before its limit, all can be read back.
+    """Write a policy that samples only words, nearly uniformly, so no answer ends before its limit.
 
-    A text of words is encoded as the tokens that were sampled, so that a server which encodes histories again finds
-    them in its prefix cache.
+    A text of words is encoded as the sampled tokens, so a server that encodes histories again finds them in its prefix
+    cache.
     """
     preset = MODELS[model]
     write_policy(preset, "equal", folder)
@@ -111,7 +111,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def _saying(weights: dict[str, NDArray[np.float32]], token_ids: list[int]) -> dict[str, NDArray[np.float32]]:
-    """Weights with which these tokens alone are sampled: hidden dimension 0 is the same for all tokens and layers."""
+    """Return weights that sample only these tokens: hidden dimension 0 is the same for all tokens and layers."""
     embedding = weights["model.embed_tokens.weight"]
     embedding[:, 0] = 1
     for name, weight in weights.items():

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py measures, the most wanted first: shapes of policies, workloads, groups. No torch needed."""
+"""Plan of benchmarks/gpu.py, by priority: shapes of policies, workloads, groups. Does not need torch."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""config.json of Qwen3's shapes; the mixture has 8 of its 48 layers, as all would not fit one GPU."""
+"""config.json of Qwen3's shapes; the mixture has 8 of its 48 layers, because all would not fit on one GPU."""
 
 _TINY = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
 _TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -56,7 +56,7 @@ _TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_s
 
 
 def shape_of(name: str, *, is_short: bool) -> dict[str, Any]:
-    """A policy's config.json; in the short form the same architecture in tiny sizes."""
+    """Return a policy's config.json; the short form has the same architecture in tiny sizes."""
     shape = SHAPES[name]
     if not is_short:
         return shape
@@ -65,14 +65,14 @@ def shape_of(name: str, *, is_short: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A step's rows.
+    """Rows of a step.
 
     Attributes:
         prompts: Number of prompts.
-        group: Rows to each prompt.
-        prompt_tokens: Of each prompt.
-        response_tokens: Of each row.
-        budget: Most tokens that a micro-batch computes.
+        group: Rows per prompt.
+        prompt_tokens: Tokens of each prompt.
+        response_tokens: Response tokens of each row.
+        budget: Maximum number of tokens that a micro-batch computes.
     """
 
     prompts: int
@@ -90,19 +90,19 @@ WORKLOADS = {
 }
 """By name; `shared_512_16` of the learner benchmark is one more. A micro-batch holds all rows of a shared prompt."""
 BOUND = "shared_512_16"
-"""The workload that is held against what sharing could give at most, which its measurement "bound" finds."""
+"""The workload that is compared with the maximum gain from sharing, its measurement "bound"."""
 _SHRINK = 128
-"""What tokens are divided by in the short form."""
+"""Divisor of token counts in the short form."""
 
 
 def make_rows(workload: str, config: dict[str, Any], *, seed: int, is_short: bool) -> Rows:
-    """Random tokens of a workload.
+    """Return the random tokens of a workload.
 
     Args:
-        workload: Of `WORKLOADS`, `BOUND`, or "bound" for the same.
+        workload: A name in `WORKLOADS`, or `BOUND`, or "bound" for the same.
         config: The policy's config.json.
-        seed: Of the tokens.
-        is_short: Rows of a few tokens.
+        seed: Seed of the tokens.
+        is_short: Use rows of a few tokens.
     """
     if workload in (BOUND, "bound"):
         return rows_of_preset(preset_of(config, workload, is_short=is_short), BOUND, seed=seed)
@@ -122,7 +122,7 @@ def make_rows(workload: str, config: dict[str, Any], *, seed: int, is_short: boo
 
 
 def preset_of(config: dict[str, Any], workload: str, *, is_short: bool) -> Preset:
-    """What the sides of the learner benchmark are told of a policy and the batches."""
+    """Return a policy and its batches as a preset of the learner benchmark."""
     budget = WORKLOADS[workload].budget if workload in WORKLOADS else WHOLE_GROUPS[BOUND]
     like = PRESETS["tiny" if is_short else "0.6b"]
     return Preset(
@@ -139,14 +139,14 @@ def preset_of(config: dict[str, Any], workload: str, *, is_short: bool) -> Prese
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Measurements that one process makes, one after the other; what it loads serves all of them.
+    """Measurements that one process makes with the same loaded models.
 
     Attributes:
-        name: As in the report.
-        kind: What measures: see `peers/gpu_side.py`.
-        shape: Of the policy; empty where there is none.
-        rows: Names of the measurements, the most wanted first.
-        least_s: Below so many seconds left the group is not begun.
+        name: Name in the report.
+        kind: Kind of measurement; see `peers/gpu_side.py`.
+        shape: Shape of the policy; empty without one.
+        rows: Names of the measurements, by priority.
+        least_s: Minimum remaining seconds to start the group.
     """
 
     name: str
@@ -159,12 +159,12 @@ class Group:
 _LENGTHS = ("4k", "4k_shared", "32k", "32k_shared")
 
 PLAN = (
-    # What the goals need.
+    # For the targets.
     Group(name="ours-4b", kind="ours", shape="4b", rows=("4k", BOUND, "bound"), least_s=40),
     Group(name="transformers-4b", kind="transformers", shape="4b", rows=("4k",), least_s=40),
     Group(name="weights-4b", kind="weights", shape="4b", rows=("publish_and_prove", "to_a_process"), least_s=40),
     Group(name="ours-30b-a3b", kind="ours", shape="30b-a3b", rows=_LENGTHS, least_s=45),
-    # Every shape at every length, and what stands alone.
+    # Every shape at every length, and other measurements.
     Group(name="ours-4b", kind="ours", shape="4b", rows=_LENGTHS[1:], least_s=40),
     Group(name="distillation", kind="distillation", rows=("top_k_forward_kl",)),
     Group(name="ours-0.6b", kind="ours", shape="0.6b", rows=(*_LENGTHS, BOUND, "bound")),
@@ -172,7 +172,7 @@ PLAN = (
     Group(name="transformer-engine-4b", kind="transformer_engine", shape="4b", rows=("4k", "32k"), least_s=40),
     Group(name="megatron-4b", kind="megatron", shape="4b", rows=("4k",), least_s=40),
     Group(name="ours-1.7b", kind="ours", shape="1.7b", rows=_LENGTHS, least_s=30),
-    # The peers of other shapes and lengths.
+    # The peers at other shapes and lengths.
     Group(name="transformers-0.6b", kind="transformers", shape="0.6b", rows=("4k", "32k")),
     Group(name="transformers-1.7b", kind="transformers", shape="1.7b", rows=("4k",), least_s=30),
     Group(name="transformers-30b-a3b", kind="transformers", shape="30b-a3b", rows=("4k",), least_s=40),
@@ -182,20 +182,20 @@ PLAN = (
     Group(name="transformer-engine-1.7b", kind="transformer_engine", shape="1.7b", rows=("4k", "32k"), least_s=30),
     Group(name="megatron-1.7b", kind="megatron", shape="1.7b", rows=("4k", "32k"), least_s=30),
 )
-"""All groups, the most wanted first: what ten minutes do not reach is left for the next start.
+"""All groups, by priority; the next start continues with those that ten minutes do not reach.
 
-A name that occurs twice has its less wanted rows later, in a second process.
+A group that occurs twice has its less important rows in a second process.
 """
 
 SHORT = ("ours-4b", "transformers-4b", "ours-30b-a3b", "weights-4b", "distillation", "queue", "megatron-4b")
-"""Groups of the short form, which has every kind that runs on a CPU."""
+"""Groups of the short form: every kind that runs on a CPU."""
 
 
 LONG_ROWS = {*WORKLOADS, "to_a_process"} - {"4k"}
-"""Measurements that the short form leaves out: they take long, and would show little more."""
+"""Measurements that the short form skips because they take long and add little."""
 LARGE = {
-    *(f"transformers-{shape}/32k" for shape in ("0.6b", "4b")),  # which makes all logits of a row at once
-    *(f"megatron-{shape}/32k" for shape in ("0.6b", "1.7b")),  # so does megatron
+    *(f"transformers-{shape}/32k" for shape in ("0.6b", "4b")),  # computes all logits of a row at once
+    *(f"megatron-{shape}/32k" for shape in ("0.6b", "1.7b")),  # as does megatron
     "ours-4b/32k_shared",
 }
 """Measurements that need a GPU of `LARGE_BYTES`."""
@@ -203,7 +203,7 @@ LARGE_BYTES = 100e9
 
 
 def plan_of(*, is_short: bool, only: tuple[str, ...] = ()) -> tuple[Group, ...]:
-    """The groups to run, in order; `only` keeps those whose name has one of these words."""
+    """Return the groups to run, in order; `only` keeps those whose name contains one of these words."""
     groups = [_shortened(group) for group in PLAN if group.name in SHORT] if is_short else PLAN
     return tuple(group for group in groups if group.rows and (not only or any(word in group.name for word in only)))
 
@@ -211,7 +211,7 @@ def plan_of(*, is_short: bool, only: tuple[str, ...] = ()) -> tuple[Group, ...]:
 def measurable(
     groups: Sequence[Group], *, memory_bytes: int | None, is_short: bool
 ) -> tuple[tuple[Group, ...], dict[str, str]]:
-    """What can be measured on a GPU of this memory (None for a CPU), and why other groups and rows cannot."""
+    """Return what can be measured on a GPU with this memory (None for a CPU), and why the rest cannot."""
     kept, skipped = [], {}
     lacks_engine = importlib.util.find_spec("transformer_engine") is None
     for group in groups:

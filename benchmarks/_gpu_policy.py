@@ -1,4 +1,4 @@
-"""Policies of random weights that benchmarks/gpu.py measures: what fits a GPU, and folders of it. No torch needed."""
+"""Policies with random weights for benchmarks/gpu.py: what fits on a GPU, and their folders. Does not need torch."""
 
 import json
 import math
@@ -22,28 +22,28 @@ from rl_distill.architecture.tensor_shapes import count_parameters, tensor_shape
 from rl_distill.options import LearnerOptions, ParallelOptions
 
 TRAINED_BYTES = 20
-"""Of a parameter in training: bfloat16 weight and gradient, float32 weight, gradient and two moments: transformers'."""
+"""Bytes per parameter in transformers: bfloat16 weight and gradient, float32 weight, gradient and two moments."""
 OUR_TRAINED_BYTES = 18
-"""Of our learner, which has no gradient in bfloat16."""
+"""Bytes per trained parameter in our learner, which has no bfloat16 gradient."""
 RESERVE_BYTES = 9 * GIB
-"""For the CUDA context, the logits' chunks, and activations where all of a layer's are made again."""
+"""Bytes for the CUDA context, chunks of logits, and activations with full recomputation."""
 USABLE = 0.96
-"""Share of a GPU's memory that torch can have."""
+"""Share of a GPU's memory that torch can use."""
 PLACES = (SHARED_MEMORY, Path(tempfile.gettempdir()))
-"""Where folders of weights can be, the best first."""
+"""Places for folders of weights, the best first."""
 PREFIX = "rl-gpu-"
 _ONE = 0x3F80
-"""The bfloat16 of 1."""
+"""The bits of 1.0 in bfloat16."""
 _TILE = 2**24 + 43
-"""Random numbers that are written again and again: no row of a matrix begins where another does."""
+"""Number of random values that are repeated; no two rows of a matrix start at the same one."""
 
 
 def fitted(config: Mapping[str, Any], *, memory_bytes: int | None) -> dict[str, Any]:
-    """The shape with as many layers as can be trained on a GPU.
+    """Return the shape with as many layers as can be trained on a GPU.
 
     Args:
         config: The policy's config.json.
-        memory_bytes: Of the GPU; None for a CPU, where nothing is left out.
+        memory_bytes: Memory of the GPU; None for a CPU, which keeps all layers.
     """
     found = dict(config)
     while memory_bytes is not None and found["num_hidden_layers"] > 1:
@@ -54,12 +54,12 @@ def fitted(config: Mapping[str, Any], *, memory_bytes: int | None) -> dict[str, 
 
 
 def num_parameters(config: Mapping[str, Any]) -> int:
-    """Parameters of a policy; a tied head counts once."""
+    """Return the number of a policy's parameters; a tied head counts once."""
     return count_parameters(parse_policy_config(dict(config))).total
 
 
 def step_flops(config: Mapping[str, Any], rows: Rows) -> float:
-    """Operations that a step needs, three times those of its forward pass; a prompt that rows share counts once."""
+    """Return the FLOPs of a step, three times those of its forward pass; a shared prompt counts once."""
     policy = parse_policy_config(dict(config))
     _, firsts = np.unique(rows.prompts, return_index=True)
     repeated = np.delete(rows.prompt_lengths, firsts)
@@ -67,17 +67,17 @@ def step_flops(config: Mapping[str, Any], rows: Rows) -> float:
 
 
 def free_for_activations(config: Mapping[str, Any], *, memory_bytes: int, trained_bytes: int = TRAINED_BYTES) -> float:
-    """Bytes that a policy in training, with so many for each parameter, leaves of a GPU."""
+    """Return the bytes of a GPU that a policy in training leaves free, given the bytes per parameter."""
     return USABLE * memory_bytes - trained_bytes * num_parameters(config) - RESERVE_BYTES / 2
 
 
 def recomputed_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What our learner makes again where a part is enough: what keeps most."""
+    """Activations that our learner recomputes in selective mode: the largest ones."""
     return ("layernorm", "moe" if "num_experts" in config else "mlp")
 
 
 def our_activation_bytes(config: Mapping[str, Any], num_tokens: int, *, is_selective: bool) -> float:
-    """What a micro-batch of our learner keeps for its backward pass."""
+    """Return the bytes that a micro-batch of our learner keeps for its backward pass."""
     found = dict(config)
     if is_selective and "num_experts" in config:  # without its experts a layer keeps what a dense one does
         found |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -92,9 +92,9 @@ def our_activation_bytes(config: Mapping[str, Any], num_tokens: int, *, is_selec
 
 
 def activation_bytes(config: Mapping[str, Any], num_tokens: int) -> float:
-    """About what a micro-batch of megatron's keeps for its backward pass where nothing is made again, in bfloat16.
+    """Estimate the bytes that a micro-batch of megatron keeps without recomputation, in bfloat16.
 
-    It chooses only what is tried first.
+    The estimate only selects what to try first.
     """
     hidden, head = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -107,7 +107,7 @@ def activation_bytes(config: Mapping[str, Any], num_tokens: int) -> float:
 
 
 def write_policy(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write config.json and random weights in bfloat16, as fast as the disk or shared memory takes them."""
+    """Write config.json and random bfloat16 weights, as fast as the disk or shared memory allows."""
     shapes = tensor_shapes(parse_policy_config(dict(config)))
     header, end = {}, 0
     for name, shape in shapes.items():
@@ -134,7 +134,7 @@ def write_policy(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 class Policies:
-    """Folders of policies, which last until `close`; the next ones remove those of a process that was killed."""
+    """Folders of policies, kept until `close`; folders of a killed process are removed by the next one."""
 
     def __init__(self) -> None:
         """Write none yet."""
@@ -144,10 +144,10 @@ class Policies:
             remove_unlocked_folders(place.glob(f"{PREFIX}*"))
 
     def folder(self, config: Mapping[str, Any]) -> Path:
-        """A policy's folder, in shared memory where that has room, else among temporary files.
+        """Return a policy's folder, in shared memory if there is space, else in the temporary folder.
 
         Raises:
-            OSError: There is no room.
+            OSError: There is not enough space.
         """
         key = json.dumps(dict(config), sort_keys=True)
         if key not in self._folders:
@@ -167,4 +167,4 @@ def _place(num_bytes: int) -> Path:
         if place.is_dir() and shutil.disk_usage(place).free > 1.2 * num_bytes:
             return place
     wanted = " or ".join(map(str, PLACES))
-    raise OSError(f"a policy of {num_bytes / 1e9:.1f} GB needs room in {wanted}; set TMPDIR to more.")
+    raise OSError(f"a policy of {num_bytes / 1e9:.1f} GB needs space in {wanted}. Set TMPDIR to a larger folder.")

@@ -1,4 +1,4 @@
-"""The report of benchmarks/gpu.py: written after every measurement, read again by the next start; table and advice."""
+"""Report of benchmarks/gpu.py: written after every measurement and resumed by the next start; table and advice."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ WANTED = (
 """Targets for one H200: title, measurement, field, wanted value."""
 _AT_MOST = ("wall_s",)
 SAME = ("device", "torch", "is_quick")
-"""What must be as it was, for a report to be continued."""
+"""Fields that must be unchanged to resume a report."""
 AGREEMENT = 3e-2
-"""Largest relative difference of the sides' losses and gradient norms, in bfloat16."""
+"""Maximum relative difference of the sides' losses and gradient norms, in bfloat16."""
 COMPARED = "/4k"
-"""End of the workload with which all sides begin, from the same weights."""
+"""Suffix of the workload with which all sides start, from the same weights."""
 
 ADVICE = (
     (("OutOfMemory", "out of memory"), "it does not fit: end what else uses the GPU (`nvidia-smi`), then start again"),
@@ -38,11 +38,11 @@ ADVICE = (
     (("illegal memory access", "device-side assert", "CUDA error"), "a kernel failed; run again with --only GROUP "
      "and CUDA_LAUNCH_BLOCKING=1 to see which"),
 )  # fmt: skip
-"""Words of an error, and what to do about it."""
+"""Parts of error messages, and advice for each."""
 
 
 def advice_for(error: str) -> str:
-    """What to do about an error."""
+    """Return advice for an error."""
     for words, advice in ADVICE:
         if any(word in error for word in words):
             return advice
@@ -50,23 +50,23 @@ def advice_for(error: str) -> str:
 
 
 class Report:
-    """Everything that is known, on disk after every change.
+    """All results, saved after every change.
 
     Attributes:
-        content: What is written.
-        file: Where.
+        content: Content of the file.
+        file: Path of the report.
     """
 
     def __init__(self, file: Path, known: Mapping[str, Any], *, is_fresh: bool) -> None:
-        """Continue the file's report, or begin one.
+        """Resume the file's report, or start a new one.
 
         Args:
-            file: Of the JSON.
-            known: Of machine and program, with the names of `SAME`.
-            is_fresh: Start over although the file exists.
+            file: Path of the JSON file.
+            known: Facts about machine and program, with the names in `SAME`.
+            is_fresh: Start over even if the file exists.
 
         Raises:
-            ValueError: The file's report is of another machine or torch, or is none.
+            ValueError: The file is not a report, or from another machine or torch.
         """
         self.file = file
         self.content: dict[str, Any] = {
@@ -83,16 +83,16 @@ class Report:
 
     @property
     def done(self) -> set[str]:
-        """Names of the measurements that need not be made again."""
+        """Return the names of finished measurements."""
         return {row["name"] for row in self.content["results"]}
 
     def forget(self, groups: Sequence[Group]) -> None:
-        """Make the measurements of these groups again."""
+        """Discard the measurements of these groups, so that they are repeated."""
         begins = tuple(f"{group.name}/" for group in groups)
         self.content["results"] = [row for row in self.content["results"] if not row["name"].startswith(begins)]
 
     def add(self, group: Group, told: Mapping[str, Any]) -> None:
-        """Keep what a side told of a row."""
+        """Store a side's result of a row."""
         name = f"{group.name}/{told['row']}"
         if "values" in told:
             workload = "/".join(filter(None, (group.shape, told["row"])))
@@ -103,7 +103,7 @@ class Report:
         self.write()
 
     def finish(self, groups: Sequence[Group], skipped: Mapping[str, str]) -> None:
-        """Say what was not reached, and what the goals' measurements give."""
+        """Add what was not reached, and the results for the targets."""
         compare(self.content["results"])
         for row in self.content["results"]:
             if not row.get("difference", 0.0) <= AGREEMENT:
@@ -120,7 +120,7 @@ class Report:
         self.content["failures"].append({"name": name, "error": error, "advice": advice})
 
     def write(self) -> None:
-        """Replace the file, so that it is complete whenever the program ends."""
+        """Replace the file atomically."""
         part = self.file.with_name(self.file.name + ".part")
         part.write_text(json.dumps(self.content, indent=2) + "\n")
         part.replace(self.file)
@@ -139,7 +139,7 @@ def _continued(file: Path, fresh: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(rows: Sequence[Row]) -> None:
-    """Tell each of our rows how it stands to transformers and to megatron on the same workload, and to its bound."""
+    """Add to each of our rows its ratio to transformers, to megatron and to its bound on the same workload."""
     by_name = {row["name"]: row for row in rows}
     for name, row in by_name.items():
         shared = by_name.get(name.replace("/bound", f"/{BOUND}"))
@@ -154,13 +154,13 @@ def compare(rows: Sequence[Row]) -> None:
             if other is None or other["num_layers"] != row.get("num_layers"):
                 continue
             row[f"times_as_fast_as_{peer}"] = row["tokens_per_s"] / other["tokens_per_s"]
-            if peer == "transformers" and row["workload"].endswith(COMPARED):  # megatron's weights are others
+            if peer == "transformers" and row["workload"].endswith(COMPARED):  # megatron has other weights
                 pairs = [(row[name][0], other[name][0]) for name in ("losses", "grad_norms")]
                 row["difference"] = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
 
 
 def targets(rows: Sequence[Row]) -> list[Row]:
-    """What was wanted, and what was found; None where it was not measured."""
+    """Return each target with the result; None if not measured."""
     found = []
     by_name = {row["name"]: row for row in rows}
     for what, name, field, wanted in WANTED:
@@ -171,7 +171,7 @@ def targets(rows: Sequence[Row]) -> list[Row]:
 
 
 def table(content: Mapping[str, Any]) -> list[str]:
-    """The lines that are printed at the end."""
+    """Return the lines to print at the end."""
     noted = () if content["is_quick"] else _NOTED
     lines = [
         f"  {'measurement':36}{'tokens/s':>11}{'MFU':>7}{'GB/s':>8}{'seconds':>9}{'GiB':>7}  notes",

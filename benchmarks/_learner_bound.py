@@ -1,7 +1,7 @@
-"""How many times as fast a step could be if what rows share were computed once, and sharing itself took no time.
+"""Maximum speed-up of a step if shared prefixes were computed once and sharing itself took no time.
 
-Operations are weighted by their measured speed: a profiled step of the path that computes each row on its own says how
-long products, head and attention take, and the rows say how much of each is left.
+Operations are weighted by their measured time: a profiled step that computes each row separately gives the seconds of
+products, head and attention, and the rows determine how much of each remains.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,19 +15,19 @@ from rl_core.data import Batch
 from rl_distill.prefixes import PrefixForest, batch_forest
 
 _FIXED = ("_fused_adam", "Optimizer.step", "_foreach_", "aten::linalg_vector_norm", "aten::zero_", "AccumulateGrad")
-"""Of optimizer and gradients, which are as many for one token as for all."""
+"""Operations of optimizer and gradients, which do not depend on the number of tokens."""
 _ATTENTION = ("bmm", "softmax", "scaled_dot_product", "attention", "attn", "flash")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Of a step: seconds, or what they grow with.
+    """Parts of a step: seconds, or the quantity they are proportional to.
 
     Attributes:
-        tokens: Products of the layers and all that is left, with the computed tokens.
-        head: Products with the vocabulary, with the scored tokens.
-        attention: With the pairs of tokens that meet.
-        fixed: The optimizer, norms and zeroing of gradients, which no sharing makes less.
+        tokens: Products of the layers and everything else, proportional to computed tokens.
+        head: Products with the vocabulary, proportional to scored tokens.
+        attention: Attention, proportional to pairs of tokens.
+        fixed: Optimizer, norms and zeroing of gradients, which sharing does not reduce.
     """
 
     tokens: float
@@ -37,7 +37,7 @@ class Parts:
 
 
 def profiled_seconds(step: Callable[[], object], *, vocab_size: int) -> Parts:
-    """Of one step: of the CPU, or of the kernels that a GPU ran for each operation.
+    """Profile one step: CPU time, or time of the GPU kernels of each operation.
 
     Raises:
         RuntimeError: There is a GPU, and the profiler saw none of its kernels.
@@ -49,7 +49,7 @@ def profiled_seconds(step: Callable[[], object], *, vocab_size: int) -> Parts:
     found = {"tokens": 0.0, "head": 0.0, "attention": 0.0, "fixed": 0.0}
     for event in profile.key_averages(group_by_input_shape=True):
         if event.device_type.name != "CPU":
-            continue  # a kernel, which counts with the operation that started it
+            continue  # a kernel, counted with the operation that launched it
         kind = kind_of(event.key, event.input_shapes, vocab_size=vocab_size)
         found[kind] += (event.self_device_time_total if has_gpu else event.self_cpu_time_total) / 1e6
     if not any(found.values()):
@@ -58,8 +58,8 @@ def profiled_seconds(step: Callable[[], object], *, vocab_size: int) -> Parts:
 
 
 def kind_of(operation: str, shapes: Sequence[Sequence[int]], *, vocab_size: int) -> str:
-    """The field of `Parts` that an operation on tensors of these shapes counts in."""
-    # torch fills a large array where it is told to zero it: here the one buffer of all gradients.
+    """Return the field of `Parts` for an operation on tensors of these shapes."""
+    # torch zeroes a large array by filling it: here the one buffer of all gradients.
     is_buffer = operation == "aten::fill_" and bool(shapes) and len(shapes[0]) == 1
     if is_buffer or any(name in operation for name in _FIXED):
         return "fixed"
@@ -69,7 +69,7 @@ def kind_of(operation: str, shapes: Sequence[Sequence[int]], *, vocab_size: int)
 
 
 def work(batch: Batch, rows: Rows, *, min_shared: int) -> Parts:
-    """What is computed where rows share stretches from `min_shared` tokens on; 0 for nothing shared."""
+    """Return what is computed if rows share prefixes of at least `min_shared` tokens; 0 shares nothing."""
     forest = batch_forest(batch, min_shared=min_shared)
     trained = np.flatnonzero(rows.loss_mask)
     scored = np.stack([forest.places[trained - 1], rows.input_ids[trained]])
@@ -77,14 +77,14 @@ def work(batch: Batch, rows: Rows, *, min_shared: int) -> Parts:
 
 
 def num_pairs(forest: PrefixForest) -> float:
-    """Pairs of a token with itself or one before it on its path."""
+    """Return the number of pairs of a token with itself or an earlier one on its path."""
     lengths = np.diff(forest.offsets).astype(float)
     own = float((lengths * (lengths + 1)).sum()) / 2
     return own + float(sum((middle - start) * (stop - middle) for start, middle, stop in forest.spans))
 
 
 def bound(seconds: Parts, *, unshared: Parts, shared: Parts) -> float:
-    """Times as fast as the profiled step."""
+    """Return the speed-up over the profiled step."""
     least = (
         seconds.fixed
         + seconds.tokens * shared.tokens / unshared.tokens

@@ -1,6 +1,6 @@
-"""The experts of one layer of a mixture, forward and backward, as the learner computes them and in other ways.
+"""Experts of one mixture layer, forward and backward, in the learner's way and in others.
 
-Every way has the same tokens, weights and products, and ends with the weights' gradients in megatron's float32 buffer.
+All ways have the same tokens, weights and products, and put the weights' gradients into megatron's float32 buffer.
 """
 
 import math
@@ -26,14 +26,14 @@ from rl_distill.products import computing_with, has_onednn
 
 OURS = "ours"
 TOLERANCE = 1e-4
-"""Relative, of the norm of outputs and all gradients."""
+"""Relative tolerance of the norm of outputs and all gradients."""
 WANTED = 1.0
-"""Least ratio of the best other way's time to ours, in the median round."""
+"""Minimum ratio of the best other way's time to ours, in the median round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of a layer; a token has `top_k` rows."""
+    """Sizes of a layer; a token has `top_k` rows."""
 
     num_experts: int = 64
     hidden_size: int = 512
@@ -44,14 +44,14 @@ class Sizes:
 
 TINY = Sizes(num_experts=4, hidden_size=32, ffn_hidden_size=16, top_k=2, num_tokens=64)
 SIZES = {"tiny": (TINY,), "8m": (Sizes(), Sizes(num_tokens=256))}
-"""By the preset of the learner benchmark, where that is one for a CPU."""
+"""Sizes by the learner benchmark's CPU presets."""
 
 
 def measure(sizes: Sizes, *, rounds: int) -> dict[str, Any]:
-    """Processor milliseconds of each way in turns, after a warm-up; who begins changes from round to round.
+    """Processor milliseconds of each way in turns, after a warm-up; the order rotates from round to round.
 
     Raises:
-        ValueError: A way computes something else than another.
+        ValueError: Two ways compute different results.
     """
     layer, chosen = _Layer(sizes), chosen_products("auto")
     ways = {OURS: (layer.ours, chosen), "grouped": (layer.grouped, chosen), "in_turn_mkl": (layer.megatrons, "torch")}
@@ -84,7 +84,7 @@ def measure(sizes: Sizes, *, rounds: int) -> dict[str, Any]:
 
 
 class _Layer:
-    """Experts with random weights, and rows of tokens for them: some experts have several times as many as others."""
+    """Return experts with random weights, and their tokens: some experts have several times as many as others."""
 
     def __init__(self, sizes: Sizes) -> None:
         random = torch.Generator().manual_seed(0)
@@ -109,7 +109,7 @@ class _Layer:
         self.flops = 18.0 * len(self.tokens) * sizes.hidden_size * sizes.ffn_hidden_size
 
     def step(self, experts: Module, products: str) -> tuple[float, float]:
-        """Seconds of the processor, and the norm of outputs and gradients."""
+        """Return the processor seconds, and the norm of outputs and gradients."""
         tokens, shares = (one.clone().requires_grad_() for one in (self.tokens, self.shares))
         weights: list[Any] = list(experts.parameters())
         for weight in weights:
@@ -119,7 +119,7 @@ class _Layer:
             start = time.process_time()
             out = experts(tokens, self.counts, shares)[0]
             torch.autograd.backward(out, self.grad)
-            for weight in weights:  # as megatron's hook
+            for weight in weights:  # like megatron's hook
                 if not weight.grad_added_to_main_grad:
                     weight.main_grad.add_(weight.grad)
                 weight.grad = None

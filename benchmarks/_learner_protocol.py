@@ -31,12 +31,12 @@ from _protocol import private_stdout, write
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What an optimizer step gave.
+    """Result of an optimizer step.
 
     Attributes:
-        loss: Cross entropy, the mean over the batch's response tokens.
-        grad_norm: Before clipping.
-        num_computed_tokens: Tokens that went through the layers, padding included.
+        loss: Mean cross entropy over the batch's response tokens.
+        grad_norm: Gradient norm before clipping.
+        num_computed_tokens: Tokens computed by the layers, including padding.
     """
 
     loss: float
@@ -45,20 +45,20 @@ class Outcome:
 
 
 class Side(Protocol):
-    """What is measured: a policy and its optimizer."""
+    """A policy and its optimizer, to be measured."""
 
     def step(self, rows: Rows) -> Outcome:
-        """One optimizer step on a batch, from rows on the host to updated weights."""
+        """Run one optimizer step on a batch, from rows on the host to updated weights."""
 
 
 class Ours(Side, Protocol):
-    """A side that knows what could be shared, and has experts."""
+    """A side that also measures the bound of sharing and experts."""
 
     def bound(self, rows: Rows) -> float:
-        """How many times as fast a step could be."""
+        """Return the maximum speed-up of a step."""
 
     def experts(self, preset: str, *, rounds: int) -> list[dict[str, Any]]:
-        """How long a layer's experts take, in several ways."""
+        """Measure a layer's experts, computed in several ways."""
 
 
 Opened = Callable[[Path, Preset], Side]
@@ -66,7 +66,7 @@ Opened = Callable[[Path, Preset], Side]
 
 
 def serve(opened: Opened, *, packages: tuple[str, ...]) -> int:
-    """Open the side, answer requests until there are no more, and give the exit status."""
+    """Open the side, answer requests until there are no more, and return the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--policy", type=Path, required=True)
     parser.add_argument("--preset", choices=list(PRESETS), required=True)
@@ -103,7 +103,7 @@ def serve(opened: Opened, *, packages: tuple[str, ...]) -> int:
 
 
 def timed_step(side: Side, rows: Rows) -> dict[str, Any]:
-    """A step's time and outcome."""
+    """Return a step's time and result."""
     wait_for_device()
     started = time.perf_counter()
     outcome = side.step(rows)
@@ -118,7 +118,7 @@ def timed_step(side: Side, rows: Rows) -> dict[str, Any]:
 
 
 def about(packages: tuple[str, ...], start_bytes: int) -> dict[str, Any]:
-    """What the side ran on, and the memory that it took."""
+    """Return the side's device, versions and memory."""
     has_gpu = torch.cuda.is_available()
     return {
         "peak_bytes": peak_bytes(),
@@ -130,15 +130,15 @@ def about(packages: tuple[str, ...], start_bytes: int) -> dict[str, Any]:
 
 
 def wait_for_device() -> None:
-    """Wait until a GPU, where there is one, has done what it was given."""
+    """Wait until the GPU, if there is one, has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def peak_bytes() -> int:
-    """Most memory that this process has held: of the GPU what tensors took, else resident in all.
+    """Return this process's peak memory in bytes: that of tensors on a GPU, else resident memory.
 
-    getrusage would count what the parent held before this program took the child's place.
+    getrusage would include the parent's memory before exec.
     """
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())

@@ -1,4 +1,4 @@
-"""Arithmetic of the learner benchmark: speeds, agreement of the sides, model FLOPs. Pure, on plain numbers."""
+"""Arithmetic of the learner benchmark: speeds, agreement of the sides, model FLOPs. Pure functions on plain numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,16 +8,16 @@ from typing import Any
 
 OURS, PEER, UNSHARED = "ours", "transformers", "ours_unshared"
 CONTROL = "transformers_mkl"
-"""transformers with the code of MKL that it keeps for Intel's processors; only reported, nothing is wanted."""
+"""transformers with MKL's code path for Intel processors; reported without a target."""
 
 TARGETS = {
     PEER: {"equal": 1.35, "ragged": 2.3, "shared_256_8": 2.0, "shared_512_16": 4.0, "trees": 2.0},
     UNSHARED: {"shared_256_8": 1.5, "shared_512_16": 2.1, "trees": 1.5},
 }
-"""Least ratio of our tokens/s to the other side's, by workload."""
+"""Minimum ratio of our tokens/s to the other side's, by workload."""
 
 SHARE_OF_BOUND = {"trees": 0.8}
-"""Least share of what sharing could give, where that is known; it then takes the place of the ratio."""
+"""Minimum share of the bound of sharing; if the bound is known, it replaces the ratio."""
 
 _PEAK_BF16_FLOPS: dict[str, float | None] = {
     "B200": 2250e12,
@@ -32,25 +32,25 @@ _PEAK_BF16_FLOPS: dict[str, float | None] = {
     "A10": 125e12,
     "L4": 121e12,
 }
-"""Dense peak by a part of the device's name, as NVIDIA's data sheets have it; the first that fits. None is unknown."""
+"""Dense peak FLOP/s by a part of the device's name, from NVIDIA's data sheets; the first match counts."""
 
 
 class DisagreementError(RuntimeError):
-    """The sides computed different things; their speeds must not be compared."""
+    """The sides computed different results, so their speeds must not be compared."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """What one side said of one workload; the first step is a warm-up, in every list.
+    """Measurements of one side on one workload; the first step in every list is a warm-up.
 
     Attributes:
         step_s: Seconds of each step.
-        losses: Of each step.
-        grad_norms: Of each step, before clipping.
-        num_tokens: Of a batch, without padding; the same in every step.
-        num_computed_tokens: Of each step, with padding.
-        bound: How many times as fast a step could be by sharing; None where it was not asked.
-        about: What the side said of itself at its end.
+        losses: Loss of each step.
+        grad_norms: Gradient norm of each step, before clipping.
+        num_tokens: Tokens of a batch without padding; the same in every step.
+        num_computed_tokens: Tokens of each step with padding.
+        bound: Maximum speed-up of a step by sharing; None if not measured.
+        about: The side's description of itself at its end.
     """
 
     step_s: list[float] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Measured:
     about: dict[str, Any] = field(default_factory=dict)
 
     def add(self, answer: Mapping[str, Any]) -> None:
-        """Keep what a step gave."""
+        """Add the result of a step."""
         self.step_s.append(answer["step_s"])
         self.losses.append(answer["loss"])
         self.grad_norms.append(answer["grad_norm"])
@@ -71,12 +71,12 @@ class Measured:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the median step after the warm-up."""
+        """Speed of the median step after the warm-up."""
         return self.num_tokens / median(self.step_s[1:])
 
 
 def largest_difference(ours: Measured, peer: Measured) -> dict[str, float]:
-    """Largest relative difference of losses and of gradient norms over all steps; infinite where one is not finite."""
+    """Return the largest relative difference of losses and gradient norms over all steps; inf if one is not finite."""
     pairs = {"loss": (ours.losses, peer.losses), "grad_norm": (ours.grad_norms, peer.grad_norms)}
     return {name: max(_difference(*pair) for pair in zip(*both, strict=True)) for name, both in pairs.items()}
 
@@ -86,15 +86,15 @@ def _difference(own: float, theirs: float) -> float:
 
 
 def check_agreement(ours: Measured, peer: Measured, *, tolerance: float) -> dict[str, float]:
-    """Refuse speeds of sides that did not compute the same.
+    """Raise an error if the sides computed different results.
 
     Args:
         ours: Our side.
-        peer: The other.
-        tolerance: Largest relative difference.
+        peer: The other side.
+        tolerance: Maximum relative difference.
 
     Returns:
-        What `largest_difference` gives.
+        Result of `largest_difference`.
 
     Raises:
         DisagreementError: A loss or gradient norm differs by more, or is not finite.
@@ -113,13 +113,13 @@ _LISTS = {"loss": "losses", "grad_norm": "grad_norms"}
 
 
 def result_row(system: str, workload: str, found: Measured, *, flops: float) -> dict[str, Any]:
-    """A row of `results`.
+    """Return a row of `results`.
 
     Args:
-        system: Which side.
-        workload: Of `TARGETS`.
-        found: What it measured.
-        flops: Of the model for a batch, forward and backward, without padding.
+        system: Name of the side.
+        workload: A name in `TARGETS`.
+        found: Its measurements.
+        flops: FLOPs of the model for a batch, forward and backward, without padding.
     """
     about = found.about
     seconds = median(found.step_s[1:])
@@ -144,7 +144,7 @@ def result_row(system: str, workload: str, found: Measured, *, flops: float) -> 
 
 
 def comparison(workload: str, ours: Measured, theirs: Measured, *, peer: str) -> dict[str, Any]:
-    """How the sides compare: the ratio of their median steps, and of the steps of each round; and of their memory."""
+    """Compare the sides: ratios of their median steps, of the steps of each round, and of their memory."""
     ratio = ours.tokens_per_s / theirs.tokens_per_s
     pairs = [other / own for own, other in zip(ours.step_s[1:], theirs.step_s[1:], strict=True)]
     wanted = TARGETS.get(peer, {}).get(workload)
@@ -165,17 +165,17 @@ def comparison(workload: str, ours: Measured, theirs: Measured, *, peer: str) ->
 
 
 def model_flops(*, num_parameters: int, lengths: Sequence[int], attention_size: int) -> float:
-    """FLOPs of forward and backward that a batch needs, without recomputation and padding.
+    """Return the FLOPs of a batch, forward and backward, without recomputation and padding.
 
     Args:
-        num_parameters: A tied embedding once, as the head.
+        num_parameters: Number of parameters; a tied embedding counts once, as the head.
         lengths: Tokens of each row.
-        attention_size: Layers times heads times their dimension; causal, each token meets half of its row.
+        attention_size: Layers times heads times their dimension; with causal attention, a token sees half of its row.
     """
     attention = 6.0 * attention_size * sum(float(length) ** 2 for length in lengths)
     return 6.0 * num_parameters * sum(lengths) + attention
 
 
 def peak_bf16_flops(device: str) -> float | None:
-    """Of a device by its name; None where it is not known."""
+    """Return the peak of a device by its name; None if unknown."""
     return next((flops for part, flops in _PEAK_BF16_FLOPS.items() if part in device), None)

@@ -1,4 +1,4 @@
-"""What the learner benchmark trains: policies by name, and the same batch in every process. No torch needed."""
+"""Workloads of the learner benchmark: policies by name, and identical batches in every process. Does not need torch."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 Lengths = NDArray[np.int64]
 
 SHARED = ("shared_256_8", "shared_512_16", "trees")
-"""Workloads whose rows begin alike, which are also measured against our learner computing each row on its own."""
+"""Workloads with shared prefixes, which are also compared with our learner computing each row separately."""
 
 WORKLOADS = ("equal", "ragged", *SHARED)
 EXPERTS = "experts"
-"""Of one layer of a mixture alone, without a peer: see _learner_experts.py."""
+"""Workload of one mixture layer, without a peer: see _learner_experts.py."""
 
 WHOLE_GROUPS = {"shared_512_16": 16 * 768}
-"""Tokens of a micro-batch, where the preset's would cut a prompt's rows apart that are computed each on its own."""
+"""Tokens of a micro-batch for workloads whose prompts' rows would not fit into the preset's."""
 
 OPTIMIZER: dict[str, Any] = {
     "learning_rate": 1e-5,
@@ -25,7 +25,7 @@ OPTIMIZER: dict[str, Any] = {
     "weight_decay": 0.01,
     "clip_grad": 0.1,
 }
-"""AdamW's, of both sides; no weight decay on norms. Every step is clipped."""
+"""Options of AdamW on both sides; no weight decay on norms. Gradients are clipped in every step."""
 
 _SHARED = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -40,15 +40,15 @@ class Preset:
     """A policy and the batches that train it.
 
     Attributes:
-        policy: What makes it, as in a config.json of Qwen3.
-        dtype: In which it computes; master weights, moments and loss are float32 everywhere.
-        num_rows: Trajectories of a batch.
+        policy: Sizes, as in Qwen3's config.json.
+        dtype: Dtype of the computation; master weights, moments and loss are always float32.
+        num_rows: Trajectories per batch.
         shortest: Tokens of the shortest row of `ragged`.
         longest: Tokens of the longest row of `ragged`; rows of `equal` have the mean.
-        prompts: Tokens of the shortest prompt, and of the longest.
-        budget: Most tokens of a micro-batch, padding included.
-        shrink: What prompts, responses and turns of the shared workloads are divided by.
-        tolerance: Largest relative difference of losses and of gradient norms.
+        prompts: Tokens of the shortest and the longest prompt.
+        budget: Maximum tokens of a micro-batch, including padding.
+        shrink: Divisor of prompts, responses and turns in the shared workloads.
+        tolerance: Maximum relative difference of losses and gradient norms.
     """
 
     policy: dict[str, Any]
@@ -68,7 +68,7 @@ class Preset:
 
 
 def num_parameters(policy: dict[str, Any]) -> int:
-    """Parameters of a dense Qwen3 with a tied head; those of the embedding count once."""
+    """Number of parameters of a dense Qwen3 with a tied head; the embedding counts once."""
     hidden, head = policy["hidden_size"], policy["head_dim"]
     heads, groups = policy["num_attention_heads"], policy["num_key_value_heads"]
     attention = hidden * head * (2 * heads + 2 * groups) + 2 * head
@@ -135,18 +135,18 @@ PRESETS = {
         tolerance=3e-2,
     ),
 }
-"""By name: for the smoke test, for a CPU, and of Qwen3-0.6B's shape for a GPU."""
+"""Presets by name: for the smoke test, for a CPU, and with Qwen3-0.6B's shape for a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """A batch, rows end to end.
+    """A batch with concatenated rows.
 
     Attributes:
         input_ids: [T] int32.
         lengths: [N] tokens of each row.
-        prompt_lengths: [N] tokens at the start of each row that do not train.
-        prompts: [N] number of each row's prompt.
+        prompt_lengths: [N] untrained tokens at the start of each row.
+        prompts: [N] index of each row's prompt.
     """
 
     input_ids: NDArray[np.int32]
@@ -156,26 +156,26 @@ class Rows:
 
     @property
     def offsets(self) -> Lengths:
-        """[N + 1] starts of the rows."""
+        """[N + 1] offsets of the rows."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        """[T] True in the responses."""
+        """[T] mask, True in the responses."""
         positions = np.arange(len(self.input_ids)) - np.repeat(self.offsets[:-1], self.lengths)
         return np.asarray(positions >= np.repeat(self.prompt_lengths, self.lengths))
 
 
 def make_rows(preset: Preset, workload: str, *, seed: int) -> Rows:
-    """A batch of random tokens.
+    """Return a batch of random tokens.
 
     Args:
         preset: Sizes.
-        workload: Of `equal` and `ragged`, which have as many tokens, rows share nothing, and lengths of `ragged` are
-            evenly spread, in random order. `shared_P_G` has 16 responses of 32 to 256 tokens, G to each prompt of P.
-            `trees` has 4 sessions of 4 turns to a prompt of 256 tokens, with 3 forks of each: after each turn but the
-            last one another goes on. A turn has 64 tokens.
-        seed: Of tokens and order.
+        workload: Rows of `equal` and `ragged` share no prefixes and have the same number of tokens in total; the
+            lengths of `ragged` are evenly spread, in random order. `shared_P_G` has 16 responses of 32 to 256 tokens, G
+            per prompt of P tokens. `trees` has a prompt of 256 tokens, 4 sessions of 4 turns, and forks of each session
+            after its first 3 turns. A turn has 64 tokens.
+        seed: Seed of tokens and order.
     """
     random = np.random.default_rng(seed)
 
@@ -216,11 +216,11 @@ def _of_rows(rows: list[NDArray[np.int32]], prompt_lengths: list[int], prompts: 
 
 
 def padded_micro_batches(lengths: Lengths, *, budget: int) -> list[Lengths]:
-    """Rows of each micro-batch in their random order, as many as fit when all are padded to its longest.
+    """Return the rows of each micro-batch, in order: as many as fit when padded to the longest.
 
     Args:
         lengths: [N] tokens of each row.
-        budget: Most tokens of a micro-batch, padding included; a longer row gets its own.
+        budget: Maximum tokens of a micro-batch, including padding; a longer row gets its own.
     """
     parts: list[list[int]] = []
     longest = 0
@@ -235,5 +235,5 @@ def padded_micro_batches(lengths: Lengths, *, budget: int) -> list[Lengths]:
 
 
 def num_padded_tokens(lengths: Lengths, parts: list[Lengths]) -> int:
-    """Tokens of micro-batches whose rows are padded to the longest."""
+    """Return the tokens of micro-batches whose rows are padded to the longest."""
     return sum(len(part) * int(lengths[part].max()) for part in parts)

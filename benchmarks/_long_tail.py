@@ -1,7 +1,7 @@
-"""Make the workloads long_tail and long_prompt: prompts, and policies of the arithmetic shape that count down.
+"""Prepare the workloads long_tail and long_prompt: prompts, and policies of the arithmetic shape that count down.
 
-Everything goes to `prepared/` beside this file, and is kept there until this file, the shape or the tokenizer of
-the policy, or a version of what it is made with changes.
+Everything is written to `prepared/` beside this file, and kept until this file, the policy's shape or tokenizer, or the
+version of a library changes.
 """
 
 import hashlib
@@ -31,21 +31,21 @@ MEDIAN_COUNT = 5.0
 LOG_DEVIATION = 0.95
 LARGEST_COUNT = 48
 TOKENS_PER_NUMBER = 4
-"""Three digits, and a comma or the end of the sequence."""
+"""Tokens per number: three digits, and a comma or the end token."""
 
 LARGEST_COUNT_AFTER_CONTEXT = 16
 NUMBERS_OF_CONTEXT = 63
-"""In front of each question of long_prompt, which then has 256 tokens; they have nothing to do with it."""
+"""Unrelated numbers before each question of long_prompt, which then has 256 tokens."""
 
 MAX_POSITIONS = 512
-"""Of the policies; that of the shape has no room for 256 tokens of prompt and 64 of response."""
+"""Positions of the policies; the shape's own are too few for a prompt of 256 tokens and a response of 64."""
 
 WARM_UP_STEPS = {"long_tail": 160, "long_prompt": 80}
 DEMONSTRATIONS_PER_STEP = {"long_tail": 256, "long_prompt": 64}
-"""long_prompt continues from the policy of long_tail."""
+"""Warm-up by workload; long_prompt continues from the policy of long_tail."""
 
 SHORTENED_SHARE = 0.35
-"""Share of demonstrations that end one number early. GRPO unlearns this, so that there is a curve to compare."""
+"""Share of demonstrations that end one number early. GRPO unlearns this, which gives a curve to compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Problem:
     """Count down to the hundred.
 
     Attributes:
-        start: 101 to 947, its last two digits below 48: how many more numbers there are.
-        context: What stands in front of the question.
+        start: 101 to 947; its last two digits are below 48 and give the number of further numbers.
+        context: Text before the question.
     """
 
     start: int
@@ -77,12 +77,12 @@ class Problem:
 
 
 def draw_problems(num_problems: int, *, seed: int, numbers_of_context: int = 0) -> list[Problem]:
-    """Problems whose counts are log-normal: median 5 numbers (20 tokens), largest 48 (192 tokens), or 16 (64 tokens).
+    """Draw problems with log-normal counts: median 5 numbers (20 tokens), maximum 48 (192 tokens) or 16 (64 tokens).
 
     Args:
-        num_problems: How many.
-        seed: Of the draws.
-        numbers_of_context: Numbers, each with a comma, in front of each question; the largest count is then 16.
+        num_problems: Number of problems.
+        seed: Seed of the draws.
+        numbers_of_context: Numbers, each with a comma, before each question; the maximum count is then 16.
     """
     draws = random.Random(seed)
     problems: list[Problem] = []
@@ -108,7 +108,7 @@ def fingerprint() -> str:
 
 
 def is_prepared() -> bool:
-    """True when the folder is there, whole, and up to date."""
+    """Return True if the folder exists, is complete and is up to date."""
     try:
         made: dict[str, str] = json.loads((PREPARED / "fingerprint.json").read_text())
     except (OSError, ValueError):
@@ -117,7 +117,7 @@ def is_prepared() -> bool:
 
 
 def prepare() -> None:
-    """Make the folder aside and rename it, so that an interrupted run leaves nothing half made."""
+    """Write a temporary folder and rename it, so that an interrupted preparation leaves no incomplete folder."""
     started = time.perf_counter()
     print(f"making prompts and policies in {PREPARED} (once; about 4 minutes on two cores)", flush=True)
     part = PREPARED.with_name(".prepared.part")
@@ -138,13 +138,13 @@ def prepare() -> None:
 
 
 def warm_up(workload: str, part: Path, problems: list[Problem], begin: Path) -> None:
-    """Train on demonstrations by supervised learning, and write the policy's folder.
+    """Train on demonstrations with supervised learning, and write the policy's folder.
 
     Args:
-        workload: Which one.
-        part: Where `policy/` is written.
-        problems: To draw from.
-        begin: Folder of the policy that is trained; from one with a shape alone, random weights.
+        workload: Name of the workload.
+        part: Parent of the written folder `policy/`.
+        problems: Problems to draw from.
+        begin: Folder of the initial policy; without weights in it, they are random.
     """
     import numpy as np
 
@@ -190,7 +190,7 @@ def warm_up(workload: str, part: Path, problems: list[Problem], begin: Path) -> 
 
 
 def demonstrations(problems: list[Problem], answers: list[str]) -> "Batch":
-    """Problems with an answer each, as trajectories whose answer is trained."""
+    """Return problems with one answer each, as trajectories that train only the answer."""
     import numpy as np
 
     from rl_core import Batch, Trajectory

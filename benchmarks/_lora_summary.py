@@ -1,4 +1,4 @@
-"""Arithmetic of the LoRA benchmark: rows of its results, and what they are held against. Pure, on plain numbers."""
+"""Arithmetic of the LoRA benchmark: rows of its results and comparisons. Pure functions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,17 +10,17 @@ from _learner_summary import check_agreement
 from _lora_workload import DECODE, FULL, MERGED, OURS, PEFT, RECOMPUTE, TRAIN
 
 TOLERANCE = 1e-4
-"""Largest relative difference of our losses and gradient norms from peft's."""
+"""Maximum relative difference of our losses and gradient norms from peft's."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """What one system said of one workload; of every list, the first is a warm-up.
+    """Measurements of one system on one workload; the first of every list is a warm-up.
 
     Attributes:
         rounds: Its answers.
         updates: Its answers to updates.
-        about: What it said of itself at its end.
+        about: Its description of itself at its end.
     """
 
     rounds: list[dict[str, Any]] = field(default_factory=list)
@@ -28,20 +28,20 @@ class Measured:
     about: dict[str, Any] = field(default_factory=dict)
 
     def median(self, name: str) -> float:
-        """Of a number of the rounds."""
+        """Return the median of a number over the rounds."""
         return float(median(of[name] for of in self.rounds[1:]))
 
     def of_updates(self, name: str) -> float | None:
-        """Median of a number of the updates; None where there were none."""
+        """Return the median of a number over the updates; None without updates."""
         return median(of[name] for of in self.updates[1:]) if self.updates else None
 
 
 Found = Mapping[str, Mapping[str, Measured]]
-"""By workload and system."""
+"""Measurements by workload and system."""
 
 
 def result_row(system: str, workload: str, found: Found) -> dict[str, Any]:
-    """A row of `results`; a learner's update is what the engine of the same system measured."""
+    """Return a row of `results`; a learner's update is measured by the engine of the same system."""
     of, served = found[workload][system], found.get(DECODE, {}).get(system, Measured())
     num_bytes = served.of_updates("num_bytes")
     return {
@@ -59,7 +59,7 @@ def result_row(system: str, workload: str, found: Found) -> dict[str, Any]:
 
 
 def comparisons(found: Found) -> list[dict[str, Any]]:
-    """What was measured of both sides, against the most that is wanted."""
+    """Compare the measurements of both sides with the maxima."""
     compared = []
     for workload in (TRAIN, RECOMPUTE):
         sides = found.get(workload)
@@ -89,7 +89,7 @@ def comparisons(found: Found) -> list[dict[str, Any]]:
 def of_steps(
     workload: str, ours: Measured, theirs: Measured, *, peer: str, wanted: float | None, system: str = OURS
 ) -> dict[str, Any]:
-    """Our time of a step as a share of another's: the median of the rounds' ratios."""
+    """Return our step time as a share of another system's: the median of the rounds' ratios."""
 
     def ratio(name: str) -> float:
         pairs = zip(ours.rounds[1:], theirs.rounds[1:], strict=True)
@@ -100,13 +100,13 @@ def of_steps(
 
 
 def claim(workload: str, what: str, found: float, wanted: float | None) -> dict[str, Any]:
-    """A number and the most that is wanted."""
+    """Return a number with its maximum."""
     is_met = None if wanted is None else found <= wanted
     return {"workload": workload, "what": what, "found": round(found, 3), "wanted": wanted, "is_met": is_met}
 
 
 def check_same(workload: str, found: Found) -> dict[str, float]:
-    """Refuse times of learners that did not compute the same as peft.
+    """Raise an error if a learner computed other results than peft.
 
     Raises:
         DisagreementError: A loss or a gradient norm differs.
@@ -115,7 +115,7 @@ def check_same(workload: str, found: Found) -> dict[str, float]:
 
 
 def steps_of(of: Measured) -> Steps:
-    """As the learner's benchmark compares them."""
+    """Compare losses and gradient norms as the learner benchmark does."""
     told = {name: [answer[name] for answer in of.rounds] for name in ("loss", "grad_norm")}
     return Steps(losses=told["loss"], grad_norms=told["grad_norm"])
 

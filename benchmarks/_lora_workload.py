@@ -1,4 +1,4 @@
-"""What the LoRA benchmark trains and serves: a policy of 52 million parameters and its adapter. No torch needed."""
+"""Workloads of the LoRA benchmark: a policy of 52 million parameters and its adapter. Does not need torch."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ OURS, FULL, PEFT, MERGED = "ours", "ours_full", "peft", "ours_merged"
 TRAIN, RECOMPUTE, DECODE = "train", "train_recompute", "decode"
 WORKLOADS = (TRAIN, RECOMPUTE, DECODE)
 SYSTEMS = {TRAIN: (OURS, FULL, PEFT), RECOMPUTE: (OURS, FULL, PEFT), DECODE: (OURS, MERGED, FULL)}
-"""Who takes turns. Of `decode`, the engine serves: an adapter, weights that it is merged into, weights without one."""
+"""Systems that take turns. In `decode`, the engine serves an adapter, merged weights, or weights without an adapter."""
 
 _52M: dict[str, Any] = {
     **LEARNER_PRESETS["tiny"].policy,
@@ -26,11 +26,11 @@ PRESETS = {
     "tiny": LEARNER_PRESETS["tiny"],
     "52m": Preset(policy=_52M, num_rows=16, shortest=128, longest=128, prompts=(1, 1), budget=1024),
 }
-"""By name: for the smoke test, and for a CPU."""
+"""Presets by name: for the smoke test, and for a CPU."""
 RANKS = {"tiny": 4, "52m": 16}
-"""Of the adapter, whose alpha is twice that, on all linear matrices of the layers."""
+"""Rank of the adapter on all linear matrices of the layers; its alpha is twice the rank."""
 NUM_SAMPLES, PROMPT_TOKENS = 32, 8
 MAX_TOKENS = {"tiny": 4, "52m": 64}
-"""Of each response of `decode`."""
+"""Tokens of each response in `decode`."""
 POLICY, ADAPTER = "policy", "adapter"
-"""Folders, Hugging Face's and peft's."""
+"""Names of the Hugging Face folder and the peft folder."""

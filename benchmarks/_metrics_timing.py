@@ -1,12 +1,12 @@
-"""Runs main jobs in this process, and times everything that only says something of them.
+"""Run training jobs in this process, and time everything that only reports on them.
 
     python _metrics_timing.py JOBS
 
-JOBS is JSON, a list of jobs: the file for what is timed, and the arguments of `rl-sync-trainer`.
-Calls are timed where they enter metrics and trackers, each once: a call within another counts as the outer one's. What
-trackers do on threads of their own counts with the processor's time of these threads, as it takes the main job's turns.
-What is told beside: closing the trackers, which waits for the last report and comes once, after the last step; and the
-questions that probes put to the engine at validations, which is its computing, as the validations' responses are.
+JOBS is JSON, a list of jobs: the output file for timings, and the arguments of `rl-sync-trainer`.
+Calls are timed where they enter metrics and trackers; a nested call counts as part of the outer one. The trackers' own
+threads count with their processor time, which they take from the main job. Two times are reported separately: closing
+the trackers, which waits for the last report and happens once, after the last step; and the engine's time for probes at
+validations, which is generation like the validations' responses.
 """
 
 import functools
@@ -44,20 +44,20 @@ ENTRIES: tuple[tuple[Any, str], ...] = (
     *((Fanout, name) for name in ("log", "log_late", "log_histograms", "log_generations")),
     (EventLog, "write"),
 )
-"""Where the main job enters what says something of it."""
+"""Calls through which the main job enters metrics and trackers."""
 
 
 class Clock:
-    """Seconds by what was called, on the main thread, and of the trackers' own threads."""
+    """Seconds by call on the main thread, and of the trackers' threads."""
 
     def __init__(self) -> None:
-        """Nothing was called yet."""
+        """Start without calls."""
         self.called_s: dict[str, float] = defaultdict(float)
         self.threads_s = 0.0
         self._inside = threading.local()
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call, timed unless it is within another."""
+        """Return the call, timed unless it is within another."""
 
         @functools.wraps(call)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ class Clock:
         return wrapper
 
     def awaited(self, name: str, call: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-        """The call of a coroutine, timed with all that it waits for."""
+        """Return the coroutine function, timed with everything it waits for."""
 
         @functools.wraps(call)
         async def wrapper(*args: Any, **kwargs: Any) -> None:
@@ -87,7 +87,7 @@ class Clock:
         return wrapper
 
     def of_thread(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """The work of a thread, whose processor time counts."""
+        """Return the work of a thread, with its processor time counted."""
 
         @functools.wraps(work)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ class Clock:
 
 
 class Timing:
-    """The clocks of the main job's calls, installed once."""
+    """Install the clocks of the main job's calls, once."""
 
     def __init__(self) -> None:
         """Install them."""
@@ -113,7 +113,7 @@ class Timing:
         Fanout.close = end.timed("close", Fanout.close)  # type: ignore[method-assign]
 
     def run(self, words: list[str]) -> tuple[int, dict[str, Any]]:
-        """Run the trainer; gives its exit status, and what was timed."""
+        """Run the trainer; return its exit status and the timings."""
         for clock in (self._clock, self._end):
             clock.called_s.clear()
             clock.threads_s = 0.0
@@ -129,13 +129,13 @@ class Timing:
 
 
 def children_cpu_s() -> float:
-    """Processor time of the child processes that have ended."""
+    """Return the processor time of finished child processes."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return children.ru_utime + children.ru_stime
 
 
 def run(jobs: list[tuple[str, list[str]]]) -> int:
-    """Run the jobs one after another until one fails, and write what was timed; gives the exit status."""
+    """Run the jobs until one fails, and write the timings; return the exit status."""
     timing = Timing()
     for report_file, words in jobs:
         status, found = timing.run(words)

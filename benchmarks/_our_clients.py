@@ -1,4 +1,4 @@
-"""What producers and consumers of this project's queue do in the transfer benchmark, whatever the backend."""
+"""Producers and consumers of this project's queue in the transfer benchmark, for every backend."""
 
 import itertools
 import time
@@ -15,40 +15,40 @@ from rl_core.data import ColumnSpec, declare_column, offsets_of
 CALL_TIMEOUT_S = 120.0
 GROUP_SIZE = 8
 CHUNK_ROWS = 2_000
-"""Rows of one put, where only their number matters."""
+"""Rows per put if only their number matters."""
 NAMES = {name: f"bench_{name}" for name in COLUMNS}
 DTYPES = {"input_ids": "int64", "position_ids": "int64", "logprobs": "float32", "mask": "int8"}
 TASK = TaskSpec(name="train", needs=frozenset())
 
 
 def declare() -> None:
-    """Make the payload's columns known in this process."""
+    """Declare the payload's columns in this process."""
     for name, dtype in DTYPES.items():
         declare_column(NAMES[name], ColumnSpec(dtype=dtype, is_ragged=True, meaning="Payload of the benchmark."))
 
 
 def batch_of(rows: Rows, *, topic: str, group_size: int) -> Batch:
-    """Samples as whole groups of prompts named after the topic."""
+    """Return samples as whole groups of prompts named after the topic."""
     offsets = offsets_of(rows.lengths)
     keys = [RowKey(f"{topic}/{i // group_size}", i % group_size, 0) for i in range(len(rows.lengths))]
     return Batch(keys, {NAMES[name]: Ragged(values, offsets) for name, values in rows.columns.items()})
 
 
 def issue(queue: TransferQueue, topic: str, num_groups: int, group_size: int) -> None:
-    """Enter the prompts of such a batch."""
+    """Issue the prompts of such a batch."""
     ids = np.zeros(1, dtype=np.int32)
     queue.issue([Prompt(uid=f"{topic}/{i}", input_ids=ids) for i in range(num_groups)], num_sessions=group_size)
 
 
 class Client:
-    """One producer, and what consumes."""
+    """One producer, or the consumer."""
 
     def __init__(self, number: int, queue: TransferQueue, *, is_verified: bool) -> None:
-        """Make what will be put.
+        """Create the samples to put.
 
         Args:
-            number: Which producer, from 0.
-            queue: Where to.
+            number: Index of the producer, from 0.
+            queue: The queue.
             is_verified: The queue itself has read every byte of a lease, for its checksum: no need to `look`.
         """
         declare()
@@ -56,14 +56,14 @@ class Client:
         self._bulk, self._small = producer_rows(number), small_row(number)
 
     def put_bulk(self, topic: str, starts_at: float) -> float:
-        """Put the producer's samples; seconds since the common start."""
+        """Put the producer's samples; return the seconds since the common start."""
         batch = batch_of(self._bulk, topic=f"{topic}/{self._number}", group_size=GROUP_SIZE)
         wait_until(starts_at)
         self._queue.put_batch(batch)
         return time.perf_counter() - starts_at
 
     def get_bulk(self, topic: str) -> tuple[float, float]:  # noqa: ARG002 - as the peers have it
-        """Get all producers' samples, every byte read once; seconds of that, and of the ack, which the peers lack."""
+        """Get all samples and read every byte once; return those seconds, and those of the ack, which peers lack."""
         started = time.perf_counter()
         lease = self._queue.lease("train", groups=NUM_SAMPLES // GROUP_SIZE, deadline_s=CALL_TIMEOUT_S)
         self._look(lease)
@@ -72,13 +72,13 @@ class Client:
         return got - started, time.perf_counter() - got
 
     def put_small(self, topic: str, starts_at: float, num_calls: int) -> list[float]:
-        """Put one sample again and again."""
+        """Put one sample repeatedly."""
         topics = (f"{topic}/{self._number}/{i}" for i in range(num_calls))
         batches = iter([batch_of(self._small, topic=topic, group_size=1) for topic in topics])
         return times_ms(lambda: self._queue.put_batch(next(batches)), num_calls=num_calls, starts_at=starts_at)
 
     def get_small(self, topic: str, starts_at: float, num_calls: int) -> list[tuple[float, float]]:  # noqa: ARG002
-        """Get one sample, and ack it, again and again; milliseconds of each."""
+        """Get and ack one sample repeatedly; return the milliseconds of each call."""
         wait_until(starts_at)
         return [self._get_one() for _ in range(num_calls)]
 
@@ -97,14 +97,14 @@ class Client:
 
 
 Crew = Callable[[Sequence[int], str, Sequence[Any]], list[Any]]
-"""Calls a method of the clients with these numbers at once, and gives their answers."""
+"""Calls a method of several clients at once and returns their answers."""
 
 
 class OurQueue:
     """The measures of `_protocol.System`."""
 
     def __init__(self, queue: TransferQueue, crew: Crew, measure: Callable[[], dict[str, int] | None]) -> None:
-        """Use this queue, these clients, and this measure of memory."""
+        """Set the queue, the clients and the measure of memory."""
         self._queue, self._crew, self._measure = queue, crew, measure
         self._topics = (f"t{number}" for number in itertools.count())
 
@@ -119,7 +119,7 @@ class OurQueue:
         return {"put_s": put_s, "get_s": get_s, "ack_s": ack_s}
 
     def small(self, *, num_calls: int) -> dict[str, list[float]]:
-        """Small puts, then small gets."""
+        """Run small puts, then small gets."""
         topic, share = next(self._topics), -(-num_calls // NUM_PRODUCERS)
         for client in range(NUM_PRODUCERS):
             for call in range(share):
@@ -131,7 +131,7 @@ class OurQueue:
         return {"put_ms": list(itertools.chain(*put_ms)), "get_ms": get_ms, "ack_ms": ack_ms}
 
     def lease(self, *, num_rows: int, batch_rows: int, num_calls: int) -> dict[str, Any]:
-        """Leases with so many rows held."""
+        """Measure leases while the queue holds a number of rows."""
         topic = next(self._topics)
         for start in range(0, num_rows, CHUNK_ROWS):
             count = min(CHUNK_ROWS, num_rows - start)
@@ -152,7 +152,7 @@ class OurQueue:
         return {"lease_ms": lease_ms}
 
     def memory(self) -> dict[str, int] | None:
-        """What one more round takes at its peak."""
+        """Measure the peak memory of one more round."""
         return self._measure()
 
     def _together(self, method: str, topic: str, *arguments: int) -> list[Any]:

@@ -1,6 +1,6 @@
-"""What the systems of the transfer benchmark carry: 1,024 ragged samples of 256 to 4,096 tokens, 21 bytes a token.
+"""Payload of the transfer benchmark: 1,024 ragged samples of 256 to 4,096 tokens, 21 bytes per token.
 
-Every process makes its own part from the seed, so that none has to be sent what it will put. Needs numpy alone.
+Every process creates its part from the seed, so no samples are sent beforehand. Needs only numpy.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,27 +37,27 @@ class Rows:
 
 
 def producer_rows(producer: int) -> Rows:
-    """The samples that a producer, counted from 0, puts at once."""
+    """Return the samples that a producer, counted from 0, puts at once."""
     return make_rows(_lengths(producer), seed=SEED + producer)
 
 
 def small_row(client: int) -> Rows:
-    """One sample of 1 KB."""
+    """Return one sample of 1 KB."""
     return make_rows([SMALL_TOKENS], seed=SEED + 100 + client)
 
 
 def one_token_rows(num_rows: int) -> Rows:
-    """Samples of a token each, where only their number matters."""
+    """Return samples of one token each, if only their number matters."""
     return make_rows(np.ones(num_rows, dtype=np.int64), seed=SEED + 200)
 
 
 def payload_bytes() -> int:
-    """Bytes of all producers' samples together."""
+    """Return the bytes of all producers' samples."""
     return sum(int(_lengths(producer).sum()) for producer in range(NUM_PRODUCERS)) * BYTES_PER_TOKEN
 
 
 def make_rows(lengths: Sequence[int] | NDArray[np.int64], *, seed: int) -> Rows:
-    """Random samples of these lengths, the same for the same seed."""
+    """Return random samples of these lengths, determined by the seed."""
     random = np.random.default_rng(seed)
     sizes = np.asarray(lengths, dtype=np.int64)
     total = int(sizes.sum())
@@ -74,9 +74,9 @@ def make_rows(lengths: Sequence[int] | NDArray[np.int64], *, seed: int) -> Rows:
 
 
 def look(arrays: Iterable[NDArray[Any]]) -> int:
-    """Read every byte once, at three times the speed of a copy, and give their exclusive or.
+    """Read every byte once, at three times the speed of a copy, and return their exclusive or.
 
-    A consumer's time ends after this, in every system: else a system that hands out views would be timed for nothing.
+    In every system, the consumer's time includes this; otherwise a system that returns views would do no work.
     """
     found = 0
     for array in arrays:
@@ -88,6 +88,6 @@ def look(arrays: Iterable[NDArray[Any]]) -> int:
 
 
 def _lengths(producer: int) -> NDArray[np.int64]:
-    """[128] tokens of each sample of a producer, uniform."""
+    """Return the [128] lengths of a producer's samples, uniformly distributed."""
     random = np.random.default_rng([SEED, producer])
     return random.integers(SHORTEST, LONGEST + 1, SAMPLES_PER_PRODUCER, dtype=np.int64)

@@ -29,42 +29,42 @@ class System(Protocol):
     """What is measured."""
 
     def bulk(self) -> dict[str, float]:
-        """One round: all producers put from a common start, then the consumer gets everything.
+        """Run one round: all producers put from a common start, then the consumer gets everything.
 
         Returns:
             put_s, from the common start to the end of the last put; get_s, the consumer's time for metadata, data and
-            reading every byte once (by `look`, unless the system itself did it for a checksum); ack_s where there is
-            an ack. What clears the round afterwards is not timed.
+            reading every byte once (by `look`, unless the system itself did it for a checksum); ack_s for systems with
+            an ack. Clearing the round afterwards is not timed.
         """
 
     def small(self, *, num_calls: int) -> dict[str, list[float]]:
-        """Puts of one sample of 1 KB by 8 clients in closed loops, then as many gets of one sample.
+        """Run puts of one 1 KB sample by 8 clients in closed loops, then as many gets of one sample.
 
         Args:
-            num_calls: Puts, and gets, of all clients together.
+            num_calls: Number of puts, and of gets, of all clients together.
 
         Returns:
             put_ms and get_ms, the time of each call. A get is metadata and data.
         """
 
     def lease(self, *, num_rows: int, batch_rows: int, num_calls: int) -> dict[str, Any]:
-        """With the rows put (not timed), take some for a task again and again, giving none back meanwhile.
+        """Put rows (not timed), then repeatedly lease some for a task without returning any.
 
         Args:
-            num_rows: Held when it starts.
-            batch_rows: Taken by a call.
-            num_calls: How many.
+            num_rows: Rows in the queue at the start.
+            batch_rows: Rows per call.
+            num_calls: Number of calls.
 
         Returns:
             lease_ms, the time of each call; or reason, why it was not measured.
         """
 
     def memory(self) -> dict[str, int] | None:
-        """peak_bytes that the system held for payload_bytes of payload; None where that is not measured."""
+        """Return peak_bytes that the system used for payload_bytes of payload; None if not measured."""
 
 
 def serve(opened: Callable[[], AbstractContextManager[System]]) -> int:
-    """Start the system, warm it up, answer requests until there are no more, and give the exit status."""
+    """Start the system, warm it up, answer requests until there are no more, and return the exit status."""
     answers = private_stdout()
     try:
         with opened() as system:
@@ -84,7 +84,7 @@ def serve(opened: Callable[[], AbstractContextManager[System]]) -> int:
 
 
 def answer(system: System, operation: str, **arguments: int) -> Any:
-    """What the system answers to a request."""
+    """Return the system's answer to a request."""
     match operation:
         case "bulk":
             return system.bulk()
@@ -101,7 +101,7 @@ def answer(system: System, operation: str, **arguments: int) -> Any:
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Versions of what this process's environment has of the packages that matter."""
+    """Return the versions of the relevant packages that this process's environment has."""
     found = {}
     for package in packages:
         try:
@@ -112,7 +112,7 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def private_stdout() -> TextIO:
-    """Standard output for the answers alone; all else that is printed goes to standard error, children's output too."""
+    """Reserve standard output for answers; other output, including that of children, goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers

@@ -1,4 +1,4 @@
-"""A training run of seconds for --quick: a tiny policy of random weights on the reference engine."""
+"""A short training run for --quick: a tiny policy with random weights on the reference engine."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ checkpoint_every = 0
 
 
 def write_quick_run(folder: Path) -> Path:
-    """Write all that the run needs into the folder; gives the settings file."""
+    """Write everything that the run needs into the folder; return the settings file."""
     write_policy(PRESETS["tiny"], RAGGED, folder / "policy")
     write_tokenizer(folder / "policy")
     rows = [{"data_source": "none", "prompt": f"{number:02}", "answer": f"{number}"} for number in range(10)]

@@ -1,4 +1,4 @@
-"""What the systems that live on Ray share: a cluster for one process, and 8 client actors that act together."""
+"""Shared parts of the systems on Ray: a cluster for one process, and 8 client actors that act together."""
 
 import itertools
 import shutil
@@ -17,8 +17,8 @@ CALL_TIMEOUT_S = 120.0
 
 @contextmanager
 def ray_cluster(*, num_cpus: int) -> Iterator[None]:
-    """A Ray of this process alone: loopback, no dashboard, nothing reported, its files removed at the end."""
-    folder = tempfile.mkdtemp(prefix="ray-")  # short, as the paths of sockets must be
+    """A Ray cluster for this process: on loopback, without dashboard and usage reports; its files are removed."""
+    folder = tempfile.mkdtemp(prefix="ray-")  # a short path, because sockets need one
     try:
         ray.init(
             num_cpus=num_cpus,
@@ -42,15 +42,15 @@ class RayClients:
     """The measures of `_protocol.System`, with the work done by client actors.
 
     An actor has put_bulk(topic, starts_at) and get_bulk(topic), put_small and get_small(topic, starts_at, num_calls).
-    The first two give seconds, the others a list of milliseconds, one a call.
+    The first two return seconds, the others a list of milliseconds per call.
     """
 
     def __init__(self, clients: Sequence[Any], *, clear: Callable[[str], None]) -> None:
-        """Use these clients.
+        """Set the clients.
 
         Args:
             clients: Handles of the actors; the first is also the consumer.
-            clear: Drops what was put under a topic.
+            clear: Drops the samples of a topic.
         """
         self.clients = clients
         self._clear = clear
@@ -64,7 +64,7 @@ class RayClients:
         return {"put_s": put_s, "get_s": get_s}
 
     def small(self, *, num_calls: int) -> dict[str, list[float]]:
-        """Small puts, then small gets."""
+        """Run small puts, then small gets."""
         share = -(-num_calls // len(self.clients))
         with self.topic() as topic:
             put_ms = self.together("put_small", topic, share)
@@ -81,12 +81,12 @@ class RayClients:
 
     @contextmanager
     def topic(self) -> Iterator[str]:
-        """A name for what a round puts, dropped at the end."""
+        """Yield a topic for a round's samples, which are dropped at the end."""
         name = next(self._topics)
         yield name
         self._clear(name)
 
 
 def call(references: Any) -> Any:
-    """What actors answer, within a deadline."""
+    """Return the actors' answers, within a deadline."""
     return ray.get(references, timeout=CALL_TIMEOUT_S)

@@ -32,14 +32,14 @@ class System(Protocol):
     """What is measured."""
 
     def generate(self, prompts: NDArray[np.int32], *, seed: int) -> int:
-        """Sampled responses with their logprobs to [N, P] prompts; gives the number of sampled tokens."""
+        """Sample responses with their logprobs for [N, P] prompts; return the number of sampled tokens."""
 
     def update(self) -> dict[str, float]:
-        """New weights for the engine, with their proof, and plain copies of them, into new memory and over the old."""
+        """Update the engine's weights with proof, and make plain copies of them, into new memory and in place."""
 
 
 def serve(opened: Callable[[Path, Preset, str], System]) -> int:
-    """Open the system, answer requests until there are no more, and give the exit status."""
+    """Open the system, answer requests until there are no more, and return the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--policy", type=Path, required=True)
     parser.add_argument("--preset", choices=list(PRESETS), required=True)
@@ -72,7 +72,7 @@ def serve(opened: Callable[[Path, Preset, str], System]) -> int:
 
 
 def timed(system: System, preset: Preset, *, seed: int) -> dict[str, Any]:
-    """A round's time and tokens."""
+    """Return a round's time and tokens."""
     prompts = make_prompts(preset, seed=seed)
     started = time.perf_counter()
     num_tokens = system.generate(prompts, seed=seed)

@@ -1,4 +1,4 @@
-"""What the rollout benchmark generates: a policy that ends its responses or never does, and random prompts."""
+"""Workloads of the rollout benchmark: policies with and without an end token, and random prompts."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 RAGGED, UPDATE, EXPERTS = "ragged", "weight_update", "experts"
 WORKLOADS = ("equal", RAGGED, UPDATE, EXPERTS)
 NUM_EXPERTS, TOP_K = 16, 4
-"""Of each layer of `experts`' policy; all together are four times as wide as the layer of another policy."""
+"""Number of experts per layer in `experts`; together they are four times as wide as a dense layer."""
 END_TOKEN = 1
 HEAD_DIM = 64
 
@@ -21,14 +21,14 @@ class Preset:
     """Sizes of a run.
 
     Attributes:
-        hidden_size: Of the policy, a Qwen3 of random weights.
-        num_layers: Of the policy.
-        vocab_size: Of the policy; with nearly even probabilities, responses of `ragged` have about as many tokens.
-        num_prompts: Prompts of a round.
-        group_size: Samples of each.
-        prompt_tokens: Of each prompt.
-        max_tokens: Longest response; every response of `equal` is as long.
-        kv_cache_gib: Of each engine with vLLM.
+        hidden_size: Hidden size of the policy, a Qwen3 with random weights.
+        num_layers: Layers of the policy.
+        vocab_size: Vocabulary of the policy; tokens are nearly equally likely, so it is the mean length in `ragged`.
+        num_prompts: Prompts per round.
+        group_size: Samples per prompt.
+        prompt_tokens: Tokens of each prompt.
+        max_tokens: Maximum response length, which every response in `equal` has.
+        kv_cache_gib: KV cache of each vLLM engine.
     """
 
     hidden_size: int
@@ -59,21 +59,21 @@ PRESETS = {
         hidden_size=768, num_layers=8, vocab_size=8192, num_prompts=16, group_size=4, prompt_tokens=32, max_tokens=128
     ),
 }
-"""By name: for the smoke test, for generation on two cores, and for many weights."""
+"""Presets by name: for the smoke test, for generation on two cores, and for large weights."""
 UPDATE_PRESETS = {"tiny": "tiny", "6m": "77m", "77m": "77m"}
-"""Whose weights are updated where generation is with another preset."""
+"""Preset for weight updates, if generation uses another."""
 
 
 def make_prompts(preset: Preset, *, seed: int) -> NDArray[np.int32]:
-    """[num_prompts, prompt_tokens] int32, without the end token."""
+    """Return [num_prompts, prompt_tokens] int32 tokens, without the end token."""
     random = np.random.default_rng(seed)
     return random.integers(2, preset.vocab_size, (preset.num_prompts, preset.prompt_tokens), dtype=np.int32)
 
 
 def write_policy(preset: Preset, workload: str, folder: Path) -> None:
-    """The policy of a workload: only that of `ragged` has an end token, that of `experts` is a mixture.
+    """Write the policy of a workload: only `ragged` has an end token, and `experts` is a mixture.
 
-    Written without torch and transformers, which take longer to import than a quick benchmark takes for the rest.
+    It does without torch and transformers, whose import takes longer than a quick benchmark.
     """
     hidden, heads = preset.hidden_size, preset.hidden_size // HEAD_DIM or 1
     groups = max(heads // 2, 1)
@@ -130,18 +130,18 @@ def write_policy(preset: Preset, workload: str, folder: Path) -> None:
 
 
 def mlp_of(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, int]]:
-    """Shapes of its three matrices."""
+    """Return the shapes of its three matrices."""
     return {f"{prefix}.{name}_proj": (width, hidden) for name in ("gate", "up")} | {
         f"{prefix}.down_proj": (hidden, width)
     }
 
 
 def mixture_of(hidden: int) -> dict[str, tuple[int, int]]:
-    """Shapes of a mixture's router and experts."""
+    """Return the shapes of a mixture's router and experts."""
     experts = [mlp_of(f"mlp.experts.{index}", hidden, hidden) for index in range(NUM_EXPERTS)]
     return {"mlp.gate": (NUM_EXPERTS, hidden), **{name: shape for one in experts for name, shape in one.items()}}
 
 
 def weights_of(random: np.random.Generator, rows: int, columns: int) -> NDArray[np.float32]:
-    """[rows, columns], so small that the next token's probabilities are nearly even."""
+    """Return [rows, columns] values so small that all next tokens are nearly equally likely."""
     return random.standard_normal((rows, columns), dtype=np.float32) * np.float32(0.01)

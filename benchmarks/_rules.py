@@ -1,8 +1,8 @@
-"""Rewards of the workloads for the peer's side, with nothing but Python; a test holds them against our side's."""
+"""Rewards of the workloads for the peer, in plain Python; a test compares them with ours."""
 
 
 def arithmetic(text: str, truth: str, *, is_ended: bool) -> float:
-    """examples/arithmetic/reward.py: 1 for the right answer, after a scratchpad or at once, properly ended."""
+    """As examples/arithmetic/reward.py: 1 for the right answer, with or without scratchpad, and the end token."""
     answer = text.rpartition(":")[2] if text.startswith(";") else text
     return float(is_ended and answer == truth)
 

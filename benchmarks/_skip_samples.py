@@ -1,7 +1,7 @@
-"""What the systems of the skip-cache benchmark store: 1,024 ragged samples of 256 to 4,096 tokens, 21 bytes a token.
+"""Samples of the skip-cache benchmark: 1,024 ragged samples of 256 to 4,096 tokens, 21 bytes per token.
 
-Columns as in the transfer benchmark, with the structure of rollouts: 8 samples of a prompt share its tokens, which have
-no logprobs and do not train. Every process makes them from the seed. Needs numpy alone.
+Columns are those of the transfer benchmark, with the structure of rollouts: 8 samples of a prompt share its tokens,
+which have no logprobs and do not train. Every process creates them from the seed. Needs only numpy.
 """
 
 import numpy as np
@@ -17,9 +17,9 @@ PROMPT_TOKENS = 64
 
 
 def make_samples(num_groups: int = NUM_GROUPS) -> Rows:
-    """The samples of so many prompts, the same in every process.
+    """Return the samples of a number of prompts, the same in every process.
 
-    Logprobs fill all bits of their mantissas, as real ones do; tokens are uniform, of 150,000.
+    Logprobs use all bits of their mantissas, like real ones; tokens are uniform over 150,000.
     """
     random = np.random.default_rng(SEED)
     lengths = random.integers(SHORTEST, LONGEST + 1, num_groups * GROUP_SIZE, dtype=np.int64)
@@ -35,6 +35,6 @@ def make_samples(num_groups: int = NUM_GROUPS) -> Rows:
 
 
 def positions(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[sum of lengths] from 0 in each sample: what follows from the lengths and need not be stored."""
+    """Return [sum of lengths] positions from 0 in each sample, which can be derived from the lengths."""
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.arange(int(lengths.sum()), dtype=np.int64) - starts

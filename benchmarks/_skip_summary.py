@@ -1,4 +1,4 @@
-"""Arithmetic of the skip-cache benchmark: speeds, ratios of rounds, targets. Pure, on plain numbers."""
+"""Arithmetic of the skip-cache benchmark: speeds, ratios of rounds, targets. Pure functions on plain numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ RELATIONS: Mapping[str, Callable[[float, float], bool]] = {"at least": ge, "at m
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """What one system said; a first round, the warm-up, is not in it.
+    """Measurements of one system, without the first round, a warm-up.
 
     Attributes:
         wall_s: Seconds of each round, by operation.
-        unflushed_s: Of a write of each round that does not wait for the disk, where a system else does.
-        size_bytes: On the disk.
-        versions: Of the packages in its environment.
+        unflushed_s: Seconds of one write per round that does not wait for the disk, for a system whose writes do.
+        size_bytes: Size on the disk.
+        versions: Versions of the packages in its environment.
     """
 
     wall_s: dict[str, list[float]] = field(default_factory=lambda: {operation: [] for operation in OPERATIONS})
@@ -32,7 +32,7 @@ Systems = Mapping[str, Measured]
 
 
 def result_rows(measured: Systems, *, payload_bytes: int) -> list[dict[str, Any]]:
-    """A row for each system and operation; speeds are of the payload's bytes, whatever a system makes of them."""
+    """Return a row for each system and operation; speeds refer to the payload's bytes, however a system stores them."""
     return [
         {
             "system": system,
@@ -51,7 +51,7 @@ def result_rows(measured: Systems, *, payload_bytes: int) -> list[dict[str, Any]
 
 
 def comparisons(measured: Systems) -> list[dict[str, Any]]:
-    """How many times as fast ours is as each peer: the median and the quartiles of the rounds' ratios."""
+    """Return our speed-up over each peer: median and quartiles of the rounds' ratios."""
     rows = []
     for system in (OURS, COMPRESSED):
         for peer in (ROWS, PADDED, VERL):
@@ -71,7 +71,7 @@ def comparisons(measured: Systems) -> list[dict[str, Any]]:
 
 
 def targets(measured: Systems, *, payload_bytes: int, is_judged: bool = True) -> list[dict[str, Any]]:
-    """Each target with what was found; ratios are medians of the rounds'. Too few samples are not judged."""
+    """Return each target with the result; ratios are medians over rounds. Too few samples are not judged."""
     read_mb_per_s = payload_bytes / median(measured[OURS].wall_s["read"]) / 1e6
     share = measured[COMPRESSED].size_bytes / payload_bytes
     reads, writes = (median(round_ratios(measured, OURS, ROWS, operation)) for operation in ("read", "write"))
@@ -85,13 +85,13 @@ def targets(measured: Systems, *, payload_bytes: int, is_judged: bool = True) ->
 
 
 def target(name: str, relation: str, wanted: float, found: float) -> dict[str, Any]:
-    """A target, and whether it is met."""
+    """Return a target, and whether it is met."""
     is_met = RELATIONS[relation](found, wanted)
     return {"target": name, "relation": relation, "wanted": wanted, "found": found, "is_met": is_met}
 
 
 def flushes(measured: Systems) -> dict[str, dict[str, float]]:
-    """Of each system that waits for the disk: how much longer its writes take for it, by pairs of writes in a round."""
+    """Return how much longer writes take because they wait for the disk, from the pairs of writes in each round."""
     found = {}
     for system, of in measured.items():
         pairs = list(zip(of.wall_s["write"], of.unflushed_s, strict=False))
@@ -104,7 +104,7 @@ def flushes(measured: Systems) -> dict[str, dict[str, float]]:
 
 
 def round_ratios(measured: Systems, system: str, peer: str, operation: str) -> list[float]:
-    """The peer's seconds over the system's, round by round; empty where one of them was left out."""
+    """Return the peer's seconds divided by the system's per round; empty if one of them was left out."""
     if system not in measured or peer not in measured:
         return []
     pairs = zip(measured[system].wall_s[operation], measured[peer].wall_s[operation], strict=True)
@@ -112,7 +112,7 @@ def round_ratios(measured: Systems, system: str, peer: str, operation: str) -> l
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """The first and the third; of a single value, that twice."""
+    """Return the first and third quartile; for a single value, that value twice."""
     if len(values) < 2:
         return [values[0], values[0]]
     first, _, third = quantiles(values, n=4, method="inclusive")

@@ -1,29 +1,29 @@
-"""Arithmetic of side-by-side runs: speeds, ratios of pairs, learning curves, lengths. Pure, on plain numbers."""
+"""Arithmetic of side-by-side runs: speeds, ratios of pairs, learning curves, lengths. Pure functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
 WARM_UP_STEPS = 3
-"""First steps of every run, of both systems, that no time is taken from."""
+"""Number of first steps of every run that are not timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one run of one system measured; one entry a step, from the first.
+    """Measurements of one run, with one entry per step.
 
     Attributes:
         system: "ours" or "trl".
-        step_s: Seconds from the start of generation to the end of the optimizer step, or for ours, to the end of the
-            proof that the new weights are served.
+        step_s: Seconds from the start of generation to the end of the optimizer step; for ours, to the end of the proof
+            that the new weights are served.
         rewards: Mean reward of each step.
         mean_lengths: Mean response tokens of each step.
         max_lengths: Longest response of each step, in tokens.
         part_s: Seconds of each named part of a step.
-        wall_s: The whole process, start-up included.
-        load_before: Load average of the last minute when the run began.
-        lengths: Response tokens of each sample, where the system tells.
-        versions: What it ran on.
+        wall_s: Seconds of the whole process, including start-up.
+        load_before: Load average of the minute before the run.
+        lengths: Response tokens of each sample, if the system reports them.
+        versions: Versions of its packages.
     """
 
     system: str
@@ -39,7 +39,7 @@ class Run:
 
 
 def measured(values: Sequence[float]) -> list[float]:
-    """The values without the warm-up steps.
+    """Return the values without the warm-up steps.
 
     Raises:
         ValueError: Nothing is left.
@@ -50,39 +50,39 @@ def measured(values: Sequence[float]) -> list[float]:
 
 
 def samples_per_s(step_s: Sequence[float], *, samples_per_step: int) -> float:
-    """Samples of the measured steps over the seconds of all of them."""
+    """Return samples per second over the measured steps."""
     steps = measured(step_s)
     return samples_per_step * len(steps) / sum(steps)
 
 
 def spread(values: Sequence[float]) -> float:
-    """Largest minus smallest, as a share of the median: the noise between equal runs."""
+    """Return the range as a share of the median: the noise between equal runs."""
     return (max(values) - min(values)) / median(values)
 
 
 def final_third(values: Sequence[float]) -> float:
-    """Mean of the last third, at least one value."""
+    """Return the mean of the last third, of at least one value."""
     return fmean(values[-max(1, len(values) // 3) :])
 
 
 def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
-    """Mean of equally long curves, step by step."""
+    """Return the mean of equally long curves at each step."""
     return [fmean(step) for step in zip(*curves, strict=True)]
 
 
 def share_below(lengths: Sequence[int], limit: int) -> float:
-    """Share of the lengths that are less than the limit."""
+    """Return the share of lengths below the limit."""
     return sum(length < limit for length in lengths) / len(lengths)
 
 
 def histogram(lengths: Sequence[int], *, width: int, longest: int) -> dict[str, int]:
-    """Counts by "first-last", in bins of equal width from 1 to `longest`."""
+    """Return counts by "first-last", in bins of equal width from 1 to `longest`."""
     bins = [(first, first + width - 1) for first in range(1, longest + 1, width)]
     return {f"{first}-{last}": sum(first <= length <= last for length in lengths) for first, last in bins}
 
 
 def system_result(runs: Sequence[Run], *, workload: str, samples_per_step: int) -> dict[str, object]:
-    """One row of the results: the median run's speed, and what else its runs say."""
+    """Return a row of the results: the median run's speed, and other numbers of the runs."""
     speeds = [samples_per_s(run.step_s, samples_per_step=samples_per_step) for run in runs]
     every_step = [seconds for run in runs for seconds in measured(run.step_s)]
     parts = {name: [seconds for run in runs for seconds in measured(run.part_s[name])] for name in runs[0].part_s}
@@ -106,14 +106,14 @@ def system_result(runs: Sequence[Run], *, workload: str, samples_per_step: int) 
 def comparison(
     ours: Sequence[Run], peer: Sequence[Run], *, workload: str, samples_per_step: int, target: float
 ) -> dict[str, object]:
-    """How ours and the peer compare, pair by pair.
+    """Compare ours with the peer, pair by pair.
 
     Args:
-        ours: One run a pair.
+        ours: One run per pair.
         peer: The run that followed each.
         workload: Its name.
-        samples_per_step: Samples of a step.
-        target: Smallest ratio of samples a second that is wanted.
+        samples_per_step: Samples per step.
+        target: Minimum ratio of samples per second.
 
     Returns:
         The median of the pairs' ratios, whether it meets the target, and the difference of the learning curves.

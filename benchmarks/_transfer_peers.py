@@ -8,17 +8,17 @@ from _children import BENCHMARKS, ChildFailedError, Peer
 
 SYSTEMS = ("memory", "shm", "ray", "transferqueue", "plain_ray")
 VARIABLES = {
-    "PYTHONDONTWRITEBYTECODE": "",  # eleven processes that compile torch's files anew start in a minute, else in 20 s
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # without it Ray takes 127.0.0.1 for the host's outer address
-    "RAY_worker_niceness": "0",  # Ray's 15 would leave its workers behind whatever else runs
+    "PYTHONDONTWRITEBYTECODE": "",  # without bytecode, eleven processes start in a minute instead of 20 s
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # otherwise Ray replaces 127.0.0.1 by the host's external address
+    "RAY_worker_niceness": "0",  # Ray's default, 15, would let other programs starve its workers
 }
 
 
 def command(system: str) -> list[str]:
-    """What starts a system.
+    """Return the command of a system.
 
     Raises:
-        ChildFailedError: Its environment is not there.
+        ChildFailedError: Its environment does not exist.
     """
     peers = BENCHMARKS / "peers"
     if system == "transferqueue":
@@ -38,9 +38,9 @@ def start(system: str, folder: Path) -> Peer:
 
     Args:
         system: One of `SYSTEMS`.
-        folder: For its log and its temporary files, with a short path.
+        folder: Folder with a short path, for its log and temporary files.
 
     Raises:
-        ChildFailedError: It did not get ready, or its environment is not there.
+        ChildFailedError: It did not get ready, or its environment does not exist.
     """
     return Peer(system, command(system), folder, variables=VARIABLES)

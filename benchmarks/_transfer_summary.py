@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks/transfer.py: rows of results from measured times, and the targets."""
+"""Arithmetic of benchmarks/transfer.py: rows of results from measured times, and targets."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ Results = Sequence[Mapping[str, Any]]
 
 @dataclass(kw_only=True)
 class Measured:
-    """What was measured of a system so far."""
+    """Measurements of a system so far."""
 
     bulk_s: dict[str, list[float]] = field(default_factory=lambda: {"put": [], "get": []})
     """Seconds of each round, by operation."""
@@ -23,10 +23,10 @@ class Measured:
     """Milliseconds of each call in all rounds, by operation."""
 
     ack_ms: list[float] = field(default_factory=list)
-    """Milliseconds of the ack after each bulk get, where a system has any."""
+    """Milliseconds of the ack after each bulk get, for systems with an ack."""
 
     small_ack_ms: list[float] = field(default_factory=list)
-    """The same after each small one."""
+    """Milliseconds of the ack after each small get."""
 
     reasons: dict[str, str] = field(default_factory=dict)
     """Why an operation was not measured."""
@@ -35,17 +35,17 @@ class Measured:
     """peak_bytes and payload_bytes."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of the packages in its environment."""
+    """Versions of the packages in its environment."""
 
     failure: str | None = None
-    """Why the system could not start or go on."""
+    """Why the system could not start or continue."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values does not exceed.
+    """Return the smallest value that at least this share of the values does not exceed.
 
     Raises:
-        ValueError: There are none.
+        ValueError: There are no values.
     """
     if not values:
         raise ValueError("values must have at least one; found none.")
@@ -55,7 +55,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def bulk_row(seconds: Sequence[float], *, payload_bytes: int, num_samples: int) -> dict[str, float | None]:
-    """Speeds of the best round, and of the median one."""
+    """Return the speeds of the best and of the median round."""
     best, median = min(seconds), statistics.median(seconds)
     return {
         "mb_per_s": round(payload_bytes / best / 1e6, 1),
@@ -67,11 +67,11 @@ def bulk_row(seconds: Sequence[float], *, payload_bytes: int, num_samples: int) 
 
 
 def call_row(times_ms: Sequence[float], *, samples_at_once: int) -> dict[str, float | None]:
-    """Percentiles of single calls.
+    """Return percentiles of single calls.
 
     Args:
         times_ms: All calls.
-        samples_at_once: Samples that are under way at any time: of all clients, a call's samples.
+        samples_at_once: Number of samples in flight: those of one call of each client.
     """
     return {
         "mb_per_s": None,
@@ -85,7 +85,7 @@ def call_row(times_ms: Sequence[float], *, samples_at_once: int) -> dict[str, fl
 def system_rows(
     system: str, measured: Measured, *, payload_bytes: int, num_samples: int, num_clients: int, lease_rows: int
 ) -> list[dict[str, Any]]:
-    """A row for each operation; what was not measured is null, with its reason."""
+    """Return a row for each operation; missing measurements are null, with the reason."""
     rows = []
     for operation in OPERATIONS:
         row: dict[str, Any] = dict.fromkeys(("mb_per_s", "mb_per_s_median", "samples_per_s", "p50_ms", "p99_ms"))
@@ -107,7 +107,7 @@ def system_rows(
 
 
 def targets(results: Results, *, memcpy_mb_per_s: float, memory: Mapping[str, Mapping[str, int] | None]) -> list[Any]:
-    """Each target with what was found; null where something was not measured."""
+    """Return each target with the result; null if something was not measured."""
     found = []
     for system, factor in (("shm", 15.0), ("ray", 4.0)):
         for operation in ("put", "get"):
@@ -133,13 +133,13 @@ def targets(results: Results, *, memcpy_mb_per_s: float, memory: Mapping[str, Ma
 
 
 def target(name: str, relation: str, wanted: float, found: float | None) -> dict[str, Any]:
-    """A target, and whether it is met; null when nothing was found."""
+    """Return a target, and whether it is met; null without a result."""
     is_met = None if found is None else RELATIONS[relation](found, wanted)
     return {"target": name, "relation": relation, "wanted": wanted, "found": found, "is_met": is_met}
 
 
 def value(results: Results, key: str, place: tuple[str, str]) -> float | None:
-    """What the row of (system, operation) has under the key."""
+    """Return a value of the row of (system, operation)."""
     for row in results:
         if (row["system"], row["operation"]) == place:
             found: float | None = row[key]
@@ -148,6 +148,6 @@ def value(results: Results, key: str, place: tuple[str, str]) -> float | None:
 
 
 def quotient(results: Results, key: str, above: tuple[str, str], below: tuple[str, str]) -> float | None:
-    """One row's value by another's; None where either was not measured."""
+    """Return one row's value divided by another's; None if either was not measured."""
     high, low = value(results, key, above), value(results, key, below)
     return None if high is None or not low else round(high / low, 3)

@@ -1,4 +1,4 @@
-"""What is run: each workload's settings, the prompts of its steps in order, and the same as a job for the peer."""
+"""Workloads: their settings, the prompts of their steps in order, and the same as a job for the peer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ class Workload:
 
     Attributes:
         name: "short", "long_tail" or "long_prompt".
-        settings: Our trainer's file, which the peer's job is made from too.
-        preparation: Script that makes what the settings name, keeping what is up to date; None where all is there.
-        rule: The reward, as a function of _rules.py.
-        steps: Of a run, the warm-up steps included.
-        target: Smallest ratio of samples a second that is wanted.
-        trl_micro_batch: TRL's per_device_train_batch_size, the fastest that was found.
-        trl_continuous_batching: TRL's use_transformers_continuous_batching, whichever was found faster.
+        settings: Our trainer's settings file, from which the peer's job is derived.
+        preparation: Script that creates the files named in the settings if they are out of date; None without one.
+        rule: The reward, a function in _rules.py.
+        steps: Steps of a run, including warm-up.
+        target: Minimum ratio of samples per second.
+        trl_micro_batch: TRL's per_device_train_batch_size, the fastest one found.
+        trl_continuous_batching: TRL's use_transformers_continuous_batching, the faster choice.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Workload:
 
     @property
     def samples_per_step(self) -> int:
-        """Responses of a step."""
+        """Responses per step."""
         rollout = load_settings(self.settings, [], {}).rollout
         return rollout.prompts_per_step * rollout.group_size
 
     def arguments(self, *, seed: int, steps: int) -> list[str]:
-        """What our trainer's command line gets: nothing but seed, steps, and no validation in between."""
+        """Return our trainer's arguments: seed, steps, and no validation during the run."""
         return [
             f"--run.seed={seed}",
             f"--trainer.steps={steps}",
@@ -56,7 +56,7 @@ class Workload:
         ]
 
     def job(self, *, seed: int, steps: int) -> dict[str, Any]:
-        """What the peer runs: our settings, and the prompts that our trainer draws with this seed, in its order."""
+        """Return the peer's job: our settings, and the prompts that our trainer draws with this seed, in its order."""
         settings = load_settings(self.settings, self.arguments(seed=seed, steps=steps), {})
         source = PromptSource(read_inputs(settings).train, seed=seed)
         prompts = source.next(steps * settings.rollout.prompts_per_step)
@@ -72,7 +72,7 @@ class Workload:
 
 
 def prompt_row(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as text and as the tokens that it must give."""
+    """Return a prompt as text and as its expected tokens."""
     return {"prompt": prompt_text(prompt), "input_ids": prompt.input_ids.tolist(), "ground_truth": prompt.ground_truth}
 
 
@@ -84,7 +84,7 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def shared_settings(settings: Settings) -> dict[str, Any]:
-    """The numbers that both sides train with."""
+    """Return the hyperparameters of both sides."""
     rollout, algorithm, learner = settings.rollout, settings.algorithm, settings.learner
     return {
         "policy": str(settings.policy.path),
@@ -105,7 +105,7 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
 
 
 def named(names: Sequence[str], workloads: Sequence[Workload]) -> list[Workload]:
-    """The workloads with these names.
+    """Return the workloads with these names.
 
     Raises:
         SystemExit: A name is unknown.

@@ -1,9 +1,9 @@
-"""The asynchronous trainer beside the synchronous one, on engines and a learner that sleep as long as real ones work.
+"""Compare the asynchronous and the synchronous trainer on engines and a learner that sleep as long as real ones work.
 
     nox -s bench -- async [--rounds 2] [--roles process] [--realtime] [--quick] [--json FILE]
 
-The trainers take turns, a run each; benchmarks/README.md says what is timed, and what the bound is. --quick takes a few
-steps of short responses, all in one process.
+The trainers take turns, one run each; benchmarks/README.md describes the timing and the bound. --quick runs a few steps
+of short responses in one process.
 """
 
 import argparse
@@ -26,22 +26,22 @@ from _children import BENCHMARKS, LOCAL
 FILE = BENCHMARKS / "async.toml"
 ROLES = ("inline", "process", "ray")
 WORDS = {
-    SPEED: "{found:.2f} times the speed of sync ({rounds}); wanted {wanted:g}",
-    IDLE: "the learner idles {found:.3f} of the time ({rounds}); wanted at most {wanted:g}",
-    BOUND: "{found:.3f} of the speed that no schedule can beat ({rounds}); wanted {wanted:g}",
+    SPEED: "{found:.2f} times the speed of sync ({rounds}); target {wanted:g}",
+    IDLE: "the learner idles {found:.3f} of the time ({rounds}); target at most {wanted:g}",
+    BOUND: "{found:.3f} of the bound on the speed of any schedule ({rounds}); target {wanted:g}",
 }
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless a run fails; targets are reported."""
+    """Run the comparison and return the exit status: 0 unless a run fails; targets are reported."""
     options = parse(words)
     if options.rounds < 1:
         sys.stderr.write(f"error: --rounds must be at least 1; found {options.rounds}\n")
         return 2
     if options.realtime and not takes_precedence():
-        sys.stderr.write("error: --realtime needs the right to real-time priority, which root has\n")
+        sys.stderr.write("error: --realtime needs permission for real-time priority; run as root\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # roles are then stopped as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the roles as Ctrl-C does
     os.environ["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the roles' processes, which import torch
     os.environ.update(LOCAL)
@@ -67,13 +67,13 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- async", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2, help="runs of each trainer")
-    parser.add_argument("--roles", choices=ROLES, default="process", help="where rollouter and learner live")
-    parser.add_argument("--realtime", action="store_true", help="run before everything else on a busy machine (root)")
-    parser.add_argument("--quick", action="store_true", help="one short round in one process: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--roles", choices=ROLES, default="process", help="where rollouter and learner run")
+    parser.add_argument("--realtime", action="store_true", help="run with real-time priority (needs root)")
+    parser.add_argument("--quick", action="store_true", help="one short round in one process, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.quick:
         options.rounds, options.roles = 1, "inline"
@@ -81,9 +81,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def takes_precedence() -> bool:
-    """Run this process, and those that it starts, before all others of the machine; False where that is not allowed.
+    """Give this process and its children real-time priority; return False without permission.
 
-    What sleeps most of the time measures the machine's other work as soon as it has to queue behind it.
+    Processes that mostly sleep would otherwise measure the machine's other work, which they wait for.
     """
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
@@ -93,7 +93,7 @@ def takes_precedence() -> bool:
 
 
 def run_rounds(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Runs of both trainers in turns, by mode."""
+    """Run both trainers in turns; return the runs by mode."""
     from _async_runs import MODES, run_mode
     from _async_workload import read_plan, write_quick_file
 
@@ -120,7 +120,7 @@ def run_rounds(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def tell(number: int, run: dict[str, Any]) -> None:
-    """One line as a run ends."""
+    """Print one line at the end of a run."""
     say(
         f"{time.strftime('%H:%M:%S')}  round {number + 1}, {run['mode']}: {run['steps']} steps in "
         f"{run['wall_s']:.1f} s, learner idle {run['idle_learner']:.3f}"
@@ -143,7 +143,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

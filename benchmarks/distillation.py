@@ -1,9 +1,9 @@
-"""Top-k forward KL from a teacher through a student's output matrix, forward and backward, against the full softmax.
+"""Compare top-k forward KL through a student's output matrix, forward and backward, with the full softmax.
 
     nox -s bench -- distillation [--preset cpu] [--rounds 3] [--threads 2] [--quick] [--json FILE]
 
-Both sides are processes that take turns, a step each; benchmarks/README.md says what is timed and counted.
---quick takes one round of a tiny preset.
+Both sides are processes that take turns, one step each; benchmarks/README.md describes the measurements.
+--quick runs one round of a tiny preset.
 """
 
 import argparse
@@ -28,13 +28,13 @@ SIDE = BENCHMARKS / "peers" / "distillation_side.py"
 STEP_TIMEOUT_S = 600.0
 WORKLOAD = "top_k_forward_kl"
 MOST_MEMORY, LEAST_SPEED = 0.25, 1.0
-"""Wanted, as ratios of ours to the full softmax."""
+"""Targets, as ratios of ours to the full softmax."""
 TOLERANCE = {"cpu": 1e-4, "gpu": 2e-2, "tiny": 1e-4}
-"""Relative, of losses and gradient norms of the two; a GPU computes in bfloat16."""
+"""Relative tolerance of losses and gradient norms; a GPU computes in bfloat16."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless a side fails or they disagree; targets are reported."""
+    """Run the comparison and return the exit status: 0 unless a side fails or they disagree; targets are reported."""
     options = parse(words)
     if min(options.rounds, options.threads) < 1:
         sys.stderr.write(f"error: --rounds and --threads must be at least 1; found {words}\n")
@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
     if options.json is not None and not options.json.absolute().parent.is_dir():
         sys.stderr.write(f"error: --json {options.json}: there is no folder {options.json.absolute().parent}\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the sides are then stopped as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the sides as Ctrl-C does
     preset = PRESETS[options.preset]
     say(
         f"{preset.num_tokens} tokens, vocabulary {preset.vocab_size:,}, k = {preset.top_k}, hidden "
@@ -60,21 +60,21 @@ def main(words: Sequence[str]) -> int:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
         say(f"written to {options.json}")
     if not report["comparison"]["do_agree"]:
-        sys.stderr.write("error: the two do not compute the same; see largest_relative_difference\n")
+        sys.stderr.write("error: the sides computed different results; see largest_relative_difference\n")
         return 1
     return 0
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     about = __doc__.splitlines()[0] if __doc__ else ""
     parser = argparse.ArgumentParser(prog="nox -s bench -- distillation", description=about)
     default = "gpu" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--preset", choices=list(PRESETS), default=default, help="sizes")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each side, after a warm-up")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of each side, on a CPU")
-    parser.add_argument("--quick", action="store_true", help="preset tiny and one round: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads of each side (CPU)")
+    parser.add_argument("--quick", action="store_true", help="preset tiny and one round, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.quick:
         options.preset, options.rounds = "tiny", 1
@@ -82,7 +82,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run_sides(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The answers of each side, the warm-up's first; who begins changes from round to round.
+    """Return the answers of each side, starting with the warm-up; the order rotates from round to round.
 
     Raises:
         ChildFailedError: A side failed.
@@ -101,7 +101,7 @@ def run_sides(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def start(side: str, options: argparse.Namespace, folder: Path) -> Peer:
-    """Start a side and wait until its matrices are there."""
+    """Start a side and wait until its matrices are loaded."""
     command = [
         sys.executable,
         str(SIDE),
@@ -115,7 +115,7 @@ def start(side: str, options: argparse.Namespace, folder: Path) -> Peer:
 def summarize(
     steps: Mapping[str, list[dict[str, Any]]], options: argparse.Namespace, *, load_before: float
 ) -> dict[str, Any]:
-    """The report: a row a side, and how they compare."""
+    """Return the report: a row per side, and their comparison."""
     preset = PRESETS[options.preset]
     rows = {side: result_row(side, of) for side, of in steps.items()}
     pairs = [full["step_s"] / ours["step_s"] for ours, full in zip(steps[OURS][1:], steps[FULL][1:], strict=True)]
@@ -153,7 +153,7 @@ def summarize(
 
 
 def result_row(side: str, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A side's numbers: speed of the median step after the warm-up, memory of the hungriest."""
+    """Return a side's numbers: speed of the median step after the warm-up, and maximum memory."""
     timed = steps[1:]
     seconds = statistics.median(step["step_s"] for step in timed)
     return {
@@ -183,7 +183,7 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

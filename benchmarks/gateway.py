@@ -1,10 +1,10 @@
-"""Our gateway side by side with vLLM's own API server, by one client; its overhead and memory with a scripted engine.
+"""Compare our gateway with vLLM's API server, and measure its overhead and memory with a scripted engine.
 
     nox -s bench -- gateway [--model 1m] [--rounds 4] [--placement process] [--sessions 2000] [--quick] [--json FILE]
         [--workload chat_8,chat_64,long_history] [--stream]
 
-The servers take turns, a round each. benchmarks/README.md says what is timed. --quick takes one round of ours on the
-scripted engine, without vLLM.
+The servers take turns, one round each. benchmarks/README.md describes the measurements. --quick runs one round of ours
+on the scripted engine, without vLLM.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from _gateway_workload import CHAT_64, LONG, MODELS, SCRIPTED, WORKLOADS, Worklo
 OURS, SERVER = "ours", "vllm_server"
 OPERATION_TIMEOUT_S = 300.0
 LAST_TURNS = 5
-"""Of a long history: those that have all of it."""
+"""Last turns of a long history, which contain all of it."""
 QUICK = Workload(num_sessions=2, num_turns=2, user_tokens=8, max_tokens=8)
 QUICK_SESSIONS = 10
 MEMORY_TURNS = 10
@@ -41,20 +41,20 @@ TARGETS = {
 }
 """Most of each."""
 LEAST_SPEED = 1.0
-"""Least ratio of our tokens/s to the server's, 64 sessions."""
+"""Minimum ratio of our tokens/s to the server's, with 64 sessions."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Told:
-    """What is known of a system's rounds of a workload.
+    """Measurements of a system's rounds on a workload.
 
     Attributes:
-        speeds: Tokens a second, of each round.
-        cpu_ms: Of a processor, a turn, of each round: all processes of the system together.
-        turn_ms: By the client's clock.
+        speeds: Tokens per second of each round.
+        cpu_ms: Processor time per turn in each round, over all processes of the system.
+        turn_ms: Times of turns on the client's clock.
         client_ms: The same without the engine's time.
-        service_ms: What the gateway's own clock says of turns without the engine's time.
-        last_ms: The same, of the last turns of each round.
+        service_ms: Times of turns without the engine's, on the gateway's clock.
+        last_ms: The same for the last turns of each round.
     """
 
     speeds: list[float] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Told:
     last_ms: list[float] = field(default_factory=list)
 
     def add(self, seen: Round, told: dict[str, Any], *, cpu_s: float) -> None:
-        """Add a round, with what the system told of it as its sessions were closed."""
+        """Add a round, with the system's report at the end of its sessions."""
         self.speeds.append(seen.num_tokens / seen.wall_s)
         turns = [1e3 * turn_s for session in seen.turn_s for turn_s in session]
         self.turn_ms += turns
@@ -78,12 +78,12 @@ class Told:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless a system fails; targets are reported."""
+    """Run the comparison and return the exit status: 0 unless a system fails; targets are reported."""
     options = parse(words)
     if min(options.rounds, options.sessions) < 1 or not set(options.workload) <= set(WORKLOADS):
         sys.stderr.write(f"error: numbers must be at least 1, --workload of {', '.join(WORKLOADS)}; found {words}\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the systems are then stopped as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the systems as Ctrl-C does
     report: dict[str, Any] = {
         "benchmark": "gateway",
         "date": time.strftime("%Y-%m-%d"),
@@ -115,16 +115,16 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- gateway", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=list(MODELS), default="1m", help="size of the policy")
     parser.add_argument("--rounds", type=int, default=4, help="timed rounds of each system, after a warm-up")
     parser.add_argument("--placement", choices=("inline", "process"), default="process", help="of our engine")
     parser.add_argument("--stream", action="store_true", help="have answers streamed")
-    parser.add_argument("--sessions", type=int, default=2000, help="held at once, for the memory of each")
-    parser.add_argument("--workload", help="which to run, with commas between; all by default")
-    parser.add_argument("--quick", action="store_true", help="one small round, no vLLM: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--sessions", type=int, default=2000, help="open sessions for the measurement of memory")
+    parser.add_argument("--workload", help="comma-separated workloads to run; all by default")
+    parser.add_argument("--quick", action="store_true", help="one small round, no vLLM, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.quick:
         options.rounds, options.sessions, options.workload = 1, QUICK_SESSIONS, CHAT_64
@@ -133,7 +133,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run_scripted(options: argparse.Namespace, folder: Path, report: dict[str, Any]) -> None:
-    """Our gateway without a model: its overhead, and the memory of its sessions.
+    """Measure our gateway without a model: its overhead, and the memory of its sessions.
 
     Raises:
         ChildFailedError: It failed.
@@ -162,7 +162,7 @@ def run_scripted(options: argparse.Namespace, folder: Path, report: dict[str, An
 
 
 def run_live(options: argparse.Namespace, folder: Path, report: dict[str, Any]) -> None:
-    """Both servers on the same policy, in turns, who begins moving on.
+    """Measure both servers on the same policy, in turns with a rotating order.
 
     Raises:
         ChildFailedError: One failed.
@@ -199,7 +199,7 @@ def start(system: str, engine: str, options: argparse.Namespace, folder: Path) -
 
 
 def run_round(peer: Peer, workload: Workload, run: Told, *, seed: int, is_whole: bool = False) -> None:
-    """Sessions of a workload, from their opening to their end; `is_whole`: every answer has all tokens it may have.
+    """Run the sessions of a workload; with `is_whole`, check that every answer has its maximum length.
 
     Raises:
         ChildFailedError: The system failed.
@@ -209,7 +209,7 @@ def run_round(peer: Peer, workload: Workload, run: Told, *, seed: int, is_whole:
     try:
         seen = talk(opened["url"], opened["keys"], workload, seed=seed)
     except TalkFailedError as error:
-        peer.ask({"operation": "versions"}, timeout_s=OPERATION_TIMEOUT_S)  # says why, where it has ended
+        peer.ask({"operation": "versions"}, timeout_s=OPERATION_TIMEOUT_S)  # raises with the reason if it has ended
         raise ChildFailedError(f"{peer.name}: {error}") from error
     cpu_s += cpu_of(peer)
     if is_whole and seen.num_tokens != workload.num_tokens:
@@ -220,7 +220,7 @@ def run_round(peer: Peer, workload: Workload, run: Told, *, seed: int, is_whole:
 
 
 def cpu_of(peer: Peer) -> float:
-    """Seconds of a processor that a system has had; its processes live as long as it does."""
+    """Return a system's processor seconds; its processes live as long as it does."""
     ticks = 0
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
@@ -231,7 +231,7 @@ def cpu_of(peer: Peer) -> float:
 
 
 def add_rows(report: dict[str, Any], workload: str, runs: dict[str, Told]) -> None:
-    """Put the results of a workload into the report."""
+    """Add the results of a workload to the report."""
     for name, told in runs.items():
         row = {"system": name, "workload": workload, "tokens_per_s": round(median(told.speeds), 1)}
         overheads = {f"turn_overhead_p{share}_ms": quantile(told.client_ms, share / 100) for share in (50, 99)}
@@ -256,18 +256,18 @@ def add_rows(report: dict[str, Any], workload: str, runs: dict[str, Told]) -> No
 
 
 def judged(what: str, found: float | None, options: argparse.Namespace) -> dict[str, Any]:
-    """A target, judged where it was measured as it is meant."""
+    """Return a target, judged if the measurement is valid for it."""
     is_met = None if found is None or options.quick else found <= TARGETS[what]
     return {"what": what, "found": found, "wanted": TARGETS[what], "is_met": is_met}
 
 
 def quantile(ms: Sequence[float], share: float) -> float | None:
-    """None where nothing was measured."""
+    """Return the median; None without measurements."""
     return round(float(np.quantile(ms, share)), 2) if ms else None
 
 
 def tell(what: str, runs: dict[str, Told]) -> None:
-    """One line as a round ends."""
+    """Print one line at the end of a round."""
     speeds = ", ".join(f"{name} {told.speeds[-1]:,.0f} tokens/s" for name, told in runs.items())
     say(f"{time.strftime('%H:%M:%S')}  {what}: {speeds}")
 
@@ -301,12 +301,12 @@ def verdict(judged_row: dict[str, Any], bound: str) -> str:
 
 
 def shown(ms: float | None) -> str:
-    """A number, or a dash."""
+    """Return a number as text, or a dash."""
     return "-" if ms is None else f"{ms:.1f}"
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

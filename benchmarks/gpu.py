@@ -1,16 +1,16 @@
-"""Test and measure this project on one GPU, within ten minutes.
+"""Test and measure this project on one GPU within ten minutes.
 
     nox -s gpu, or python benchmarks/gpu.py [pytest's arguments]        run the tests marked `gpu`
     nox -s gpu -- --bench [--json gpu.json] [--minutes 9] [--only WORD] [--fresh] [--short]
     nox -s gpu -- --help
 
-Needs torch and what locks/gpu.md names, but neither nox, vLLM nor a network. Each group of measurements runs in a
-process of its own, so a failure costs no other group. Each result is written at once, and a second start measures what
-is left.
---short takes tiny sizes, in this process, and runs on a CPU. benchmarks/README.md says what is measured.
+Needs torch and the packages in locks/gpu.md, but neither nox, vLLM nor a network. Each group of measurements runs in
+its own process, so a failure does not affect other groups. Each result is written at once, and a second start measures
+the rest. --short uses tiny sizes in this process, also on a CPU. benchmarks/README.md describes the measurements.
 """
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -32,7 +32,7 @@ SOURCES = [str(path) for kind in ("packages", "apps") for path in sorted(ROOT.gl
 BENCHMARKS = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]
 sys.path += [path for path in (*BENCHMARKS, *SOURCES) if path not in sys.path]
 
-try:  # from a checkout in which nothing is installed
+try:  # in a checkout without installed packages
     from _children import LOCAL, Talker
     from _gpu_plan import Group, measurable, plan_of, shape_of
     from _gpu_policy import Policies, fitted
@@ -44,28 +44,28 @@ except ImportError as error:
 SIDE = ROOT / "benchmarks" / "peers" / "gpu_side.py"
 ABOUT_S = 120.0
 ROW_S = 150.0
-"""Longest wait for one measurement, so that one that hangs leaves time for the others."""
+"""Maximum wait for one measurement, so that a hanging one leaves time for the others."""
 CLOSE_S = 15.0
-"""Longest wait for a process to end after its last measurement."""
+"""Maximum wait for a process to end after its last measurement."""
 TEST_S = 150
-"""A test that takes longer is ended, and says where it was."""
+"""Maximum time of a test; then it is ended and prints its stack."""
 _CACHE = Path(tempfile.gettempdir()) / f"rl-gpu-{os.getuid()}"
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": str(_CACHE / "inductor"), "TRITON_CACHE_DIR": str(_CACHE / "triton")}
-"""Where compiled code goes, unless the caller says; torch asks for the user's name, which a container may not have."""
+"""Default folder for compiled code; torch's default needs the user's name, which a container may lack."""
 FEW_FRAGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""For what fills the GPU, where it works; another process cannot open such memory everywhere."""
+"""Variables that reduce fragmentation on a full GPU; other processes may not be able to open such memory."""
 OWN_WORDS = {"--bench", "--short", "--quick", "--help", "-h"}
-"""Without one of these the tests run, and all arguments go to pytest."""
+"""Options without which the tests run, with all arguments passed to pytest."""
 Tell = Callable[[Mapping[str, Any]], None]
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the tests, or measure; the exit status is 0 where nothing failed."""
+    """Run the tests, or measure; return 0 if nothing failed."""
     if not OWN_WORDS & set(words):
         return run_tests(words)
     options = parse(words)
     if not options.short:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the child is then ended as after Ctrl-C
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the child as Ctrl-C does
     ends_at = time.monotonic() + 60 * options.minutes
     try:
         machine = Machine.of_this(options)
@@ -94,7 +94,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def run_tests(words: Sequence[str]) -> int:
-    """The tests marked `gpu`, in this Python."""
+    """Run the tests marked `gpu` in this Python."""
     lacking = [name for name in ("torch", "pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     if lacking:
         sys.stderr.write(f"error: this Python lacks {', '.join(lacking)}; locks/gpu.md says how to install them\n")
@@ -104,20 +104,20 @@ def run_tests(words: Sequence[str]) -> int:
 
 
 def pytest_command(words: Sequence[str]) -> list[str]:
-    """The files that the words name, else all with such tests; one that cannot be imported stops no other."""
+    """Return the named files, else all with such tests; a file that cannot be imported does not stop others."""
     files = [] if any((ROOT / word.split("::")[0]).exists() for word in words) else gpu_tests()
     told = ["-v", "--durations=15", "--continue-on-collection-errors", "-o", f"faulthandler_timeout={TEST_S}"]
     return [sys.executable, "-m", "pytest", "-m", "gpu", *told, *words, *files]
 
 
 def gpu_tests() -> list[str]:
-    """Files with such tests; others may import what a GPU machine lacks, and pytest would stop there."""
+    """Return files with such tests; others may import missing packages, which would stop pytest."""
     files = [file for place in ("packages", "apps", "tests") for file in sorted((ROOT / place).rglob("test_*.py"))]
     return [str(file.relative_to(ROOT)) for file in files if "mark.gpu" in file.read_text()]
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     about = __doc__.splitlines()[0] if __doc__ else ""
     rest = "Without --bench or --short, the tests marked gpu run, and all arguments go to pytest."
     parser = argparse.ArgumentParser(prog="nox -s gpu --", description=about, epilog=rest)
@@ -140,12 +140,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What measures.
+    """The machine and its torch.
 
     Attributes:
-        about: What torch says of it.
-        peak_flops: Of the GPU, dense, in bfloat16; None where that is not known.
-        variables: `FEW_FRAGMENTS` where torch can have memory that way, else none.
+        about: Torch's description of it.
+        peak_flops: Dense bfloat16 peak of the GPU; None if unknown.
+        variables: `FEW_FRAGMENTS` if torch supports it here, else empty.
     """
 
     about: dict[str, Any]
@@ -154,10 +154,10 @@ class Machine:
 
     @classmethod
     def of_this(cls, options: argparse.Namespace) -> "Machine":
-        """Ask torch, in a process of its own, as this one is to hold no memory of the GPU.
+        """Query torch in a separate process, because this one must not hold GPU memory.
 
         Raises:
-            ValueError: There is no torch, or it sees no GPU.
+            ValueError: Torch is missing, or sees no GPU.
         """
         if importlib.util.find_spec("torch") is None:
             raise ValueError("torch is not installed in this Python; locks/gpu.md says what to install.")
@@ -174,7 +174,7 @@ class Machine:
         return cls(about=about, peak_flops=peak, variables=variables)
 
     def told(self, *, is_short: bool) -> dict[str, Any]:
-        """What the report has of it."""
+        """Return the machine's part of the report."""
         return {
             "device": self.about["device"],
             "torch": self.about["torch"],
@@ -192,15 +192,15 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Runs groups, one after the other.
+    """Runs groups one after the other.
 
     Attributes:
-        machine: What measures.
-        report: Where results go.
+        machine: The machine.
+        report: Receives the results.
         is_short: Tiny sizes, in this process.
-        ends_at: When everything must have ended, by `time.monotonic`.
+        ends_at: Deadline of everything, on the clock of `time.monotonic`.
         policies: Folders of weights.
-        side: The program of a group.
+        side: Program that measures a group.
     """
 
     machine: Machine
@@ -212,11 +212,11 @@ class Bench:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left."""
+        """Remaining seconds."""
         return self.ends_at - time.monotonic()
 
     def run(self, group: Group) -> None:
-        """Make what is not made yet of a group's measurements; one that ends its process costs no other."""
+        """Make a group's missing measurements; one that ends its process does not affect the others."""
         rows = [row for row in group.rows if f"{group.name}/{row}" not in self.report.done]
         if not rows:
             return
@@ -277,11 +277,11 @@ class Child:
         """Start it.
 
         Args:
-            program: Interpreter and program, which is given a file with the job.
-            job: What to measure.
-            log: For its output, which is appended.
-            folder: For the job's file.
-            variables: Of its environment, besides those of every child.
+            program: Interpreter and program, which gets the path of the job's file.
+            job: Measurements to make.
+            log: File to which its output is appended.
+            folder: Folder for the job's file.
+            variables: Environment variables beside those of every child.
         """
         self._log, self._row, self._last = log, job["rows"][0], job["rows"][-1]
         self._is_answered = False
@@ -292,9 +292,9 @@ class Child:
             self._talker = Talker(command, output, env=environment(**variables), stdin=subprocess.DEVNULL)
 
     def listen(self, tell: Tell, *, until: float) -> None:
-        """Pass on what it tells; a row that it dies of, or that takes too long, is told as an error.
+        """Pass on its results; a row that kills it or takes too long is reported as an error.
 
-        What has answered its last row may hang in the teardown of CUDA: that is no one's error.
+        After its last row it may hang while CUDA shuts down, which is not an error.
         """
         while True:
             most_s = CLOSE_S if self._is_answered and self._row == self._last else ROW_S
@@ -304,19 +304,21 @@ class Child:
             except queue.Empty:
                 if wait_s >= most_s and not self._is_answered:
                     tell({"row": self._row, "error": f"no answer within {most_s:g} s; {self._last_words()}"})
-                return  # else the time is over, and the row was not reached
+                return  # otherwise the time is over before the row was reached
             if not line:
-                status = self._talker.process.wait()
-                if status and not self._is_answered:
-                    ended = f"signal {-status}" if status < 0 else f"status {status}"
-                    tell({"row": self._row, "error": f"its process ended with {ended}; {self._last_words()}"})
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its output
+                    self._talker.process.wait(CLOSE_S)
+                status = self._talker.process.returncode
+                if status != 0 and not self._is_answered:
+                    how = "did not end" if status is None else f"ended with {exit_text(status)}"
+                    tell({"row": self._row, "error": f"its process {how}; {self._last_words()}"})
                 return
             said = json.loads(line)
             self._row, self._is_answered = said["row"], len(said) > 1
             tell(said)
 
     def stop(self) -> None:
-        """End it and all that it started."""
+        """Kill the process and its group."""
         self._talker.kill()
 
     def _last_words(self) -> str:
@@ -324,8 +326,13 @@ class Child:
         return f"{self._log} ends with: {' | '.join(lines)[:400]}"
 
 
+def exit_text(status: int) -> str:
+    """Return an exit status as text, such as "status 1" or "signal 9"."""
+    return f"signal {-status}" if status < 0 else f"status {status}"
+
+
 def asked_about() -> tuple[dict[str, Any], Mapping[str, str]]:
-    """What torch says of the machine, and `FEW_FRAGMENTS` where it runs with them.
+    """Return torch's description of the machine, and `FEW_FRAGMENTS` if torch supports them.
 
     Raises:
         ValueError: There is no GPU, or torch fails.
@@ -345,13 +352,13 @@ def asked_about() -> tuple[dict[str, Any], Mapping[str, str]]:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Variables of a child, which finds what this program finds."""
+    """Return the variables of a child, with this program's import path."""
     paths = [*BENCHMARKS, *SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**CACHES, **os.environ, **LOCAL, "PYTHONPATH": os.pathsep.join(paths), **variables}
 
 
 def sources_digest() -> str:
-    """What is measured, and by what; a GPU machine may have a copy without its history."""
+    """Return the versions of the sources and packages; a GPU machine may have a copy without git's history."""
     digest = hashlib.sha256()
     for folder in (ROOT / "benchmarks", *map(Path, SOURCES)):
         for file in sorted(folder.rglob("*.py")):
@@ -360,7 +367,7 @@ def sources_digest() -> str:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

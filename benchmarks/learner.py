@@ -1,10 +1,10 @@
-"""The Megatron learner side by side with transformers: same model, weights, tokens and optimizer, on padded batches.
+"""Compare the Megatron learner with transformers on padded batches: same model, weights, tokens and optimizer.
 
     nox -s bench -- learner [--preset 8m] [--rounds 5] [--threads 1] [--workload equal,ragged] [--quick] [--json FILE]
 
-Both sides are processes that take turns, a step each; benchmarks/README.md says what is timed. On a GPU the preset is
-0.6b, the shape of Qwen3-0.6B in bfloat16. --quick takes one round of a tiny preset. --control adds transformers with
-MKL's code for Intel's processors, which MKL does not take on others.
+Both sides are processes that take turns, one step each; benchmarks/README.md describes the measurements. On a GPU the
+preset is 0.6b, the shape of Qwen3-0.6B in bfloat16. --quick runs one round of a tiny preset. --control adds
+transformers with MKL's code path for Intel processors, which MKL does not use on others.
 """
 
 import argparse
@@ -45,14 +45,14 @@ STEP_TIMEOUT_S = 600.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless a side fails or they disagree; targets are reported."""
+    """Run the comparison and return the exit status: 0 unless a side fails or they disagree; targets are reported."""
     options = parse(words)
     known = {*WORKLOADS, EXPERTS}
     if min(options.rounds, options.threads, options.budget or 1) < 1 or not set(options.workload) <= known:
         names = ", ".join((*WORKLOADS, EXPERTS))
         sys.stderr.write(f"error: numbers must be at least 1, --workload of {names}; found {words}\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the sides are then stopped as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the sides as Ctrl-C does
     preset = PRESETS[options.preset]
     preset = replace(preset, budget=options.budget or preset.budget)
     report = new_report(options, preset)
@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="bl-", dir="/tmp") as folder:
             write_policy(preset, Path(folder) / "policy")
-            # Quick sides serve all workloads; others start anew for each, as their memory is measured.
+            # Quick sides serve all workloads; others restart for each, because their memory is measured.
             for workloads in [options.workload] if options.quick else [[name] for name in options.workload]:
                 measured, experts = run_workloads(workloads, options, Path(folder))
                 for workload, found in measured.items():
@@ -78,19 +78,19 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     about = __doc__.splitlines()[0] if __doc__ else ""
     parser = argparse.ArgumentParser(prog="nox -s bench -- learner", description=about)
     default = "0.6b" if torch.cuda.is_available() else "8m"
     workloads = WORKLOADS if torch.cuda.is_available() else (*WORKLOADS, EXPERTS)
     parser.add_argument("--preset", choices=list(PRESETS), default=default, help="size of model and batch")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each side, after a warm-up")
-    parser.add_argument("--threads", type=int, default=1, help="of each side, on a CPU")
-    parser.add_argument("--budget", type=int, help="most tokens of a micro-batch, padding included; else the preset's")
-    parser.add_argument("--workload", default=",".join(workloads), help="which to run, with commas between")
-    parser.add_argument("--control", action="store_true", help="also transformers with MKL's code for Intel's")
-    parser.add_argument("--quick", action="store_true", help="preset tiny and one round: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each side, on a CPU")
+    parser.add_argument("--budget", type=int, help="maximum tokens of a micro-batch, with padding")
+    parser.add_argument("--workload", default=",".join(workloads), help="comma-separated workloads to run")
+    parser.add_argument("--control", action="store_true", help="also transformers with MKL's Intel code path")
+    parser.add_argument("--quick", action="store_true", help="preset tiny and one round, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.quick:
         options.preset, options.rounds = "tiny", 1
@@ -99,7 +99,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def write_policy(preset: Preset, folder: Path) -> None:
-    """Random weights, the same for both sides."""
+    """Write random weights, the same for both sides."""
     torch.manual_seed(0)
     transformers.utils.logging.disable_progress_bar()
     config = transformers.Qwen3Config(**preset.policy)
@@ -110,10 +110,10 @@ def write_policy(preset: Preset, folder: Path) -> None:
 def run_workloads(
     workloads: Sequence[str], options: argparse.Namespace, folder: Path
 ) -> tuple[dict[str, dict[str, Measured]], list[dict[str, Any]]]:
-    """A step of each side in turns, for one workload after another; who begins changes from round to round.
+    """Run a step of each side in turns, for one workload after another; the order rotates from round to round.
 
     Returns:
-        What each side measured of each workload, and of experts, where they are one of the workloads.
+        Measurements of each side on each workload, and of experts if selected.
 
     Raises:
         ChildFailedError: A side failed.
@@ -124,7 +124,7 @@ def run_workloads(
         sides = {side: None for of in found.values() for side in of} or {OURS: None}
         budget = budget_of(workloads, options)
         peers = {side: stack.enter_context(start(side, options, folder, budget=budget)) for side in sides}
-        for workload in sorted(found, key=lambda name: name not in SHARED):  # while all sides have done the same steps
+        for workload in sorted(found, key=lambda name: name not in SHARED):  # while all sides have run the same steps
             of = found[workload]
             for number in range(options.rounds + 1):
                 request = {"operation": "step", "workload": workload, "seed": number}
@@ -136,7 +136,7 @@ def run_workloads(
         if EXPERTS in workloads:
             request = {"operation": EXPERTS, "rounds": options.rounds}
             experts = peers[OURS].ask(request, timeout_s=STEP_TIMEOUT_S)[EXPERTS]
-        for workload, of in found.items():  # at the end, as it is a step more, with a profiler's memory
+        for workload, of in found.items():  # at the end, because it runs one more step, with a profiler's memory
             if UNSHARED in of and not torch.cuda.is_available():
                 request = {"operation": "bound", "workload": workload, "seed": 0}
                 of[UNSHARED].bound = peers[UNSHARED].ask(request, timeout_s=STEP_TIMEOUT_S)["bound"]
@@ -144,20 +144,20 @@ def run_workloads(
 
 
 def budget_of(workloads: Sequence[str], options: argparse.Namespace) -> int:
-    """Most tokens of a micro-batch, padding included."""
+    """Return the maximum tokens of a micro-batch, including padding."""
     least: int = PRESETS[options.preset].budget
     of_workload = 0 if options.quick else max(WHOLE_GROUPS.get(name, 0) for name in workloads)
     return options.budget or max(least, of_workload)
 
 
 def sides_of(workload: str, options: argparse.Namespace) -> list[str]:
-    """Who takes turns: where rows begin alike, also our learner that computes each on its own."""
+    """Return the sides that take turns; with shared prefixes, also our learner computing each row separately."""
     others = [side for side, is_there in ((UNSHARED, workload in SHARED), (CONTROL, options.control)) if is_there]
     return [OURS, PEER, *others]
 
 
 def start(side: str, options: argparse.Namespace, folder: Path, *, budget: int) -> Peer:
-    """Start a side and wait until its model is there."""
+    """Start a side and wait until its model is loaded."""
     command = [
         sys.executable,
         str(BENCHMARKS / "peers" / SIDES[side]),
@@ -178,7 +178,7 @@ def start(side: str, options: argparse.Namespace, folder: Path, *, budget: int) 
 
 
 def intel_for_mkl(folder: Path) -> Path:
-    """A library that tells MKL that the processor is Intel's; needs a C compiler."""
+    """Build a library that makes MKL treat the processor as Intel's; needs a C compiler."""
     library = folder / "intel.so"
     code = b"int mkl_serv_intel_cpu_true(void) { return 1; }"
     if not library.exists():
@@ -187,14 +187,14 @@ def intel_for_mkl(folder: Path) -> Path:
 
 
 def tell(workload: str, number: int, found: Mapping[str, Measured]) -> None:
-    """One line as a round ends."""
+    """Print one line at the end of a round."""
     name = f"round {number}" if number else "warm-up"
     speeds = ", ".join(f"{side} {of.num_tokens / of.step_s[-1]:,.0f} tokens/s" for side, of in found.items())
     say(f"{time.strftime('%H:%M:%S')}  {workload}, {name}: {speeds}, loss {found[OURS].losses[-1]:.5f}")
 
 
 def new_report(options: argparse.Namespace, preset: Preset) -> dict[str, Any]:
-    """What is known before the first step."""
+    """Return the part of the report that is known before the first step."""
     return {
         "benchmark": "learner",
         "date": time.strftime("%Y-%m-%d"),
@@ -217,16 +217,16 @@ def new_report(options: argparse.Namespace, preset: Preset) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name, as Linux tells it."""
+    """Return the processor's name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def add_workload(report: dict[str, Any], workload: str, preset: Preset, found: Mapping[str, Measured]) -> None:
-    """Put a workload's results into the report.
+    """Add a workload's results to the report.
 
     Raises:
-        DisagreementError: The sides did not compute the same.
+        DisagreementError: The sides computed different results.
     """
     lengths = make_rows(preset, workload, seed=0).lengths.tolist()
     sizes = [preset.policy[name] for name in ("num_hidden_layers", "num_attention_heads", "head_dim")]
@@ -273,7 +273,7 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

@@ -1,9 +1,9 @@
-"""LoRA: our learner with an adapter beside all weights and beside peft; updates of the engine, and its decoding.
+"""Compare LoRA in our learner with full training and with peft; measure updates and decoding of the engine.
 
     nox -s bench -- lora [--rounds 3] [--threads 1] [--workload train,train_recompute,decode] [--quick] [--json FILE]
 
-The systems are processes that take turns, a step each; benchmarks/README.md says what is timed. --quick takes one round
-of a tiny policy, with transformers' engine, all in one process.
+The systems are processes that take turns, one step each; benchmarks/README.md describes the measurements. --quick runs
+one round of a tiny policy with the transformers engine, all in one process.
 """
 
 import argparse
@@ -27,12 +27,12 @@ TIMEOUT_S = 600.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless a system fails or disagrees; targets are reported."""
+    """Run the comparison and return the exit status: 0 unless a system fails or disagrees; targets are reported."""
     options = parse(words)
     if min(options.rounds, options.threads) < 1 or not set(options.workload) <= set(WORKLOADS):
         sys.stderr.write(f"error: numbers must be at least 1, --workload of {', '.join(WORKLOADS)}; found {words}\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the systems are then stopped as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the systems as Ctrl-C does
     report = new_report(options)
     found: dict[str, dict[str, Measured]] = {}
     try:
@@ -63,13 +63,13 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- lora", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each system, after a warm-up")
     parser.add_argument("--threads", type=int, default=1, help="of each system")
-    parser.add_argument("--workload", default=",".join(WORKLOADS), help="which to run, with commas between")
-    parser.add_argument("--quick", action="store_true", help="a tiny policy, one round, no vLLM: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--workload", default=",".join(WORKLOADS), help="comma-separated workloads to run")
+    parser.add_argument("--quick", action="store_true", help="a tiny policy, one round, no vLLM, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     options.preset = "tiny" if options.quick else "52m"
     options.rounds = 1 if options.quick else options.rounds
@@ -78,7 +78,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def new_report(options: argparse.Namespace) -> dict[str, Any]:
-    """What is known before the first step."""
+    """Return the part of the report that is known before the first step."""
     preset = PRESETS[options.preset]
     return {
         "benchmark": "lora",
@@ -95,13 +95,13 @@ def new_report(options: argparse.Namespace) -> dict[str, Any]:
 def run_workload(
     workload: str, options: argparse.Namespace, folder: Path, *, shared: Peer | None
 ) -> dict[str, Measured]:
-    """A step of each system in turns, who begins moving on; then an update of each engine, in turns.
+    """Run a step of each system in turns with a rotating order; then an update of each engine in turns.
 
     Args:
-        workload: Of `WORKLOADS`.
+        workload: A name in `WORKLOADS`.
         options: The command line.
-        folder: With the policy and its adapter.
-        shared: Serves all systems; None starts a process for each, as their memory is measured.
+        folder: Folder with the policy and its adapter.
+        shared: Process for all systems; None starts one for each, because their memory is measured.
 
     Raises:
         ChildFailedError: A system failed.
@@ -132,7 +132,7 @@ def start(system: str, options: argparse.Namespace, folder: Path) -> Peer:
 
 
 def tell(workload: str, number: int, found: dict[str, Measured]) -> None:
-    """One line as a round ends."""
+    """Print one line at the end of a round."""
     name = f"round {number}" if number else "warm-up"
     times = ", ".join(
         f"{system} {of.rounds[-1]['step_s']:.3f} s (processor {of.rounds[-1]['processor_s']:.3f} s)"
@@ -161,7 +161,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

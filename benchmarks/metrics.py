@@ -1,8 +1,8 @@
-"""What metrics and trackers cost in the main job, a validation of 100,000 responses, a report of 50,000 rollouts.
+"""Measure the cost of metrics and trackers in training, of validating 100,000 responses, and of a large report.
 
     nox -s bench -- metrics [--steps 40] [--rounds 5] [--quick] [--json FILE]
 
-benchmarks/README.md says what is timed. --quick takes a tiny policy, and few steps, responses and rollouts.
+benchmarks/README.md describes the measurements. --quick uses a tiny policy, and few steps, responses and rollouts.
 """
 
 import argparse
@@ -33,30 +33,30 @@ EXAMPLE = BENCHMARKS.parent / "examples" / "arithmetic"
 TIMING = BENCHMARKS / "_metrics_timing.py"
 OURS = "ours"
 FIRST_STEPS = 3
-"""Steps of the main job that are left out of the median: engines warm up."""
+"""Steps of the main job that are left out of the median, because engines warm up."""
 
 TRACKERS = {"main_job": (), "main_job_all_trackers": ("tensorboard", "wandb", "mlflow")}
-"""Of each main job, beside those that it always has."""
+"""Trackers of each main job, beside those that are always on."""
 
 GOAL = 0.01
 NUM_RESPONSES, NUM_TRAJECTORIES = 100_000, 50_000
 QUICK_RESPONSES, QUICK_TRAJECTORIES = 1_000, 500
 STEP_SIZE = 50
-"""Trajectories of a step of the report's run."""
+"""Trajectories per step of the report's run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MainJob:
-    """What a run of the main job gave.
+    """Measurements of a run of the main job.
 
     Attributes:
-        step_s: Median of its steps.
-        metrics_s: Seconds a step in metrics and trackers, validations among them.
-        parts_ms: The same by where it went, milliseconds a step, the largest first.
-        num_metrics: Of a step.
+        step_s: Median seconds of a step.
+        metrics_s: Seconds per step in metrics and trackers, including validations.
+        parts_ms: Milliseconds per step by part, the largest first.
+        num_metrics: Metrics per step.
         closing_s: Seconds after the last step until all trackers are closed and the last report is written.
-        probes_s: Seconds a step in which the engine answered probes.
-        children_cpu_s: Processor time of the processes that wrote reports, and of trackers.
+        probes_s: Seconds per step in which the engine answered probes.
+        children_cpu_s: Processor seconds of the processes of reports and trackers.
     """
 
     step_s: float
@@ -69,7 +69,7 @@ class MainJob:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the benchmark and give the exit status: 0 unless something breaks."""
+    """Run the benchmark and return the exit status: 0 unless something breaks."""
     options = parse(words)
     try:
         with tempfile.TemporaryDirectory(prefix="bench-metrics-") as folder:
@@ -85,12 +85,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- metrics", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40, help="of the main job, at least 5")
+    parser.add_argument("--steps", type=int, default=40, help="steps of the main job, at least 5")
     parser.add_argument("--rounds", type=int, default=5, help="validations; the median counts")
-    parser.add_argument("--quick", action="store_true", help="few steps, responses and rollouts: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--quick", action="store_true", help="few steps, responses and rollouts, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.steps <= FIRST_STEPS + 1 or options.rounds < 1:
         parser.error(f"--steps must be at least {FIRST_STEPS + 2}, --rounds at least 1; found {list(words)}")
@@ -100,7 +100,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Everything that goes into the file."""
+    """Return the content of the results file."""
     load_before = os.getloadavg()[0]
     settings = write_quick_run(folder) if options.quick else prepare(folder)
     jobs = main_jobs(settings, folder, steps=options.steps, is_quick=options.quick)
@@ -146,7 +146,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def row(workload: str, seconds: float, step_s: float, **more: Any) -> dict[str, Any]:
-    """A row of the results; shares are of a step of the main job."""
+    """Return a row of the results; shares refer to a step of the main job."""
     return {
         "system": OURS,
         "workload": workload,
@@ -157,7 +157,7 @@ def row(workload: str, seconds: float, step_s: float, **more: Any) -> dict[str, 
 
 
 def prepare(folder: Path) -> Path:
-    """Make the arithmetic example's policy and prompts unless they are there; gives its settings file.
+    """Prepare the arithmetic example if necessary; return its settings file.
 
     Raises:
         ChildFailedError: It failed.
@@ -168,7 +168,7 @@ def prepare(folder: Path) -> Path:
 
 
 def main_jobs(settings: Path, folder: Path, *, steps: int, is_quick: bool) -> dict[str, MainJob]:
-    """Runs of the trainer, as a user starts it, with its calls timed: each in a process of its own, quick ones in one.
+    """Run the trainer as a user does, with its calls timed: each run in its own process, quick ones in one process.
 
     Raises:
         ChildFailedError: A run failed.
@@ -180,7 +180,7 @@ def main_jobs(settings: Path, folder: Path, *, steps: int, is_quick: bool) -> di
 
 
 def job(name: str, settings: Path, folder: Path, *, steps: int) -> tuple[str, list[str]]:
-    """A job of _metrics_timing.py, in a folder of its name."""
+    """Return a job of _metrics_timing.py, in a folder with its name."""
     say(f"{name}: {steps} steps, trackers: {', '.join(('metrics.jsonl', 'console', *TRACKERS[name]))}")
     words = [f"--run.directory={folder}", f"--run.name={name}", f"--trainer.steps={steps}", "--metrics.console=lines"]
     words += [f"--metrics.trackers={json.dumps(TRACKERS[name])}"]
@@ -188,7 +188,7 @@ def job(name: str, settings: Path, folder: Path, *, steps: int) -> tuple[str, li
 
 
 def read_job(run: Path, timed: Path) -> MainJob:
-    """What a run's metrics and its timing say."""
+    """Return the measurements from a run's metrics and timings."""
     found = json.loads(timed.read_text())
     rows = [one.metrics for one in read_metrics(run / "metrics.jsonl") if one.step]
     seconds = {**found["called_s"], "trackers' threads": found["threads_s"]}
@@ -204,7 +204,7 @@ def read_job(run: Path, timed: Path) -> MainJob:
 
 
 def validation(num_responses: int, *, rounds: int) -> float:
-    """Seconds of a validation's statistics: 8 responses to each prompt, 3 sources, 2 variables, predictions."""
+    """Measure a validation's statistics: 8 responses per prompt, 3 sources, 2 variables, predictions."""
     random = np.random.default_rng(0)
     num_prompts = num_responses // 8
     prompts = np.repeat(np.arange(num_prompts), 8)
@@ -225,7 +225,7 @@ def validation(num_responses: int, *, rounds: int) -> float:
 
 
 def report_of(folder: Path, num_trajectories: int) -> tuple[float, int]:
-    """Seconds and bytes of the report of a run with so many trajectories, of some 50 tokens."""
+    """Measure the time and size of the report of a run with a number of trajectories of about 50 tokens."""
     InventedRun(steps=num_trajectories // STEP_SIZE, trajectories=STEP_SIZE, tokens=50).write(folder)
     began = time.perf_counter()
     write_report([open_run(folder)], folder / "report.html")
@@ -254,7 +254,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Write a line at once."""
+    """Write a line and flush it."""
     print(line, flush=True)
 
 

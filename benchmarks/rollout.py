@@ -1,11 +1,11 @@
-"""Our agent loop on vLLM side by side with vLLM's and transformers' own generate; weight updates with a copy.
+"""Compare our agent loop on vLLM with vLLM's and transformers' own generate, and weight updates with a copy.
 
     nox -s bench -- rollout [--preset 6m] [--rounds 5] [--threads 1] [--quick] [--json FILE]
         [--workload equal,ragged,weight_update,experts]
 
-The systems are processes that take turns, a batch each; `experts` compares a mixture whose engine reports its experts
-with one whose engine does not. benchmarks/README.md says what is timed. --quick takes one
-round of a tiny preset on the reference engine, without vLLM.
+The systems are processes that take turns, one batch each; `experts` compares a mixture whose engine reports its experts
+with one whose engine does not. benchmarks/README.md describes the measurements. --quick runs one round of a tiny preset
+on the reference engine, without vLLM.
 """
 
 import argparse
@@ -29,21 +29,21 @@ SYSTEMS = {OURS: "our_rollout.py", VLLM: "vllm_rollout.py", TRANSFORMERS: "trans
 MIXTURE_SYSTEMS = {OURS: SYSTEMS[OURS], UNTOLD: SYSTEMS[OURS]}
 OPERATION_TIMEOUT_S = 600.0
 TARGETS = {("equal", VLLM): 0.95, ("ragged", VLLM): 0.95, ("ragged", TRANSFORMERS): 1.0, (EXPERTS, UNTOLD): 0.97}
-"""Least ratio of our tokens/s to another's."""
+"""Minimum ratio of our tokens/s to another system's."""
 UPDATE_TIMES = {OURS: "ours_s", COPY: "copy_s"}
 WARM_UPS = 3
-"""Updates until the allocator has what it needs."""
+"""Updates until the allocator has enough memory."""
 MOST_COPIES = 3.0
-"""Most time of a weight update, in plain copies of its bytes."""
+"""Maximum time of a weight update, in units of plain copies of its bytes."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless a system fails; targets are reported."""
+    """Run the comparison and return the exit status: 0 unless a system fails; targets are reported."""
     options = parse(words)
     if min(options.rounds, options.threads) < 1 or not set(options.workload) <= set(WORKLOADS):
         sys.stderr.write(f"error: numbers must be at least 1, --workload of {', '.join(WORKLOADS)}; found {words}\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the systems are then stopped as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the systems as Ctrl-C does
     report: dict[str, Any] = {
         "benchmark": "rollout",
         "date": time.strftime("%Y-%m-%d"),
@@ -73,14 +73,14 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- rollout", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--preset", choices=list(UPDATE_PRESETS), default="6m", help="size of policy and batch")
     parser.add_argument("--rounds", type=int, default=5, help="timed batches of each system, after a warm-up")
     parser.add_argument("--threads", type=int, default=1, help="of each system")
-    parser.add_argument("--workload", help="which to run, with commas between; all unless quick")
-    parser.add_argument("--quick", action="store_true", help="preset tiny, one round, no vLLM: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--workload", help="comma-separated workloads to run; all unless quick")
+    parser.add_argument("--quick", action="store_true", help="preset tiny, one round, no vLLM, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.quick:
         options.preset, options.rounds, options.workload = "tiny", 1, f"{RAGGED},{UPDATE}"
@@ -89,7 +89,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run_workload(workload: str, options: argparse.Namespace, folder: Path, report: dict[str, Any]) -> None:
-    """Run a batch of each system in turns; another one begins each round. A quick run adds our weight updates.
+    """Run a batch of each system in turns with a rotating order. A quick run adds our weight updates.
 
     Raises:
         ChildFailedError: A system failed.
@@ -120,7 +120,7 @@ def run_workload(workload: str, options: argparse.Namespace, folder: Path, repor
 
 
 def run_updates(options: argparse.Namespace, folder: Path, report: dict[str, Any]) -> None:
-    """New weights for our engine, and a copy of them, in turns.
+    """Update our engine's weights and copy them, in turns.
 
     Raises:
         ChildFailedError: The engine failed.
@@ -132,7 +132,7 @@ def run_updates(options: argparse.Namespace, folder: Path, report: dict[str, Any
 
 
 def ask_updates(peer: Peer, rounds: int) -> list[dict[str, float]]:
-    """What each of the rounds' updates took, the warm-up's left out.
+    """Return the times of each round's updates, without the warm-up.
 
     Raises:
         ChildFailedError: The engine failed.
@@ -147,7 +147,7 @@ def ask_updates(peer: Peer, rounds: int) -> list[dict[str, float]]:
 
 
 def start(system: str, policy: Path, preset: str, options: argparse.Namespace) -> Peer:
-    """Start a system and wait until its model is there."""
+    """Start a system and wait until its model is loaded."""
     script = str(BENCHMARKS / "peers" / (SYSTEMS | MIXTURE_SYSTEMS)[system])
     words = [f"--policy={policy}", f"--preset={preset}", f"--threads={options.threads}"]
     words += ["--engine=transformers"] if options.quick else []
@@ -157,7 +157,7 @@ def start(system: str, policy: Path, preset: str, options: argparse.Namespace) -
 
 
 def generation_row(system: str, workload: str, rounds: Sequence[tuple[float, int]]) -> dict[str, Any]:
-    """A system's result: the median of its rounds."""
+    """Return a system's result, the median of its rounds."""
     return {
         "system": system,
         "workload": workload,
@@ -170,7 +170,7 @@ def generation_row(system: str, workload: str, rounds: Sequence[tuple[float, int
 def compared(
     workload: str, peer: str, ours: Sequence[tuple[float, int]], theirs: Sequence[tuple[float, int]], wanted: float
 ) -> dict[str, Any]:
-    """Our speed over another's, in the median of the rounds' ratios."""
+    """Return our speed over another system's: the median of the rounds' ratios."""
     ratios = [
         (own_tokens / own_s) / (tokens / wall_s)
         for (own_s, own_tokens), (wall_s, tokens) in zip(ours, theirs, strict=True)
@@ -187,7 +187,7 @@ def compared(
 
 
 def add_updates(report: dict[str, Any], updates: Sequence[dict[str, float]]) -> None:
-    """Put the weight updates, and the copies beside them, into the report."""
+    """Add the weight updates and the copies to the report."""
     for system, name in UPDATE_TIMES.items():
         wall_s = median(of[name] for of in updates)
         row = {"system": system, "workload": UPDATE, "tokens_per_s": None, "wall_s": round(wall_s, 6)}
@@ -207,7 +207,7 @@ def add_updates(report: dict[str, Any], updates: Sequence[dict[str, float]]) -> 
 
 
 def tell(workload: str, number: int, found: dict[str, tuple[float, int]]) -> None:
-    """One line as a round ends."""
+    """Print one line at the end of a round."""
     name = f"round {number}" if number else "warm-up"
     speeds = ", ".join(f"{system} {tokens / wall_s:,.0f} tokens/s" for system, (wall_s, tokens) in found.items())
     say(f"{time.strftime('%H:%M:%S')}  {workload}, {name}: {speeds}")
@@ -231,7 +231,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

@@ -1,9 +1,9 @@
-"""The skip cache side by side with torch.save of rows and of padded batches, and with verl's rollout dump.
+"""Compare the skip cache with torch.save of rows and of padded batches, and with verl's rollout dump.
 
     nox -s bench -- skip-cache [--rounds 12] [--folder DIR] [--quick] [--json FILE]
 
-Each system is a process with the same samples; they take turns, a write and a read each. benchmarks/README.md says what
-is timed. --quick takes one round of few samples, without verl.
+Each system is a process with the same samples; they take turns, one write and one read each. benchmarks/README.md
+describes the measurements. --quick runs one round of few samples, without verl.
 """
 
 import argparse
@@ -42,20 +42,20 @@ PROGRAMS = {
     VERL: ("verl_skip.py",),
 }
 OPTIONAL = (VERL,)
-"""Left out, with the reason, where their environment cannot be made or does not start."""
+"""Systems that are left out, with the reason, if their environment cannot be created or does not start."""
 FLUSHING = (OURS, COMPRESSED)
-"""Their writes wait for the disk; what that costs is measured by writes that do not."""
+"""Systems whose writes wait for the disk; writes that do not wait measure the cost."""
 QUICK_GROUPS, QUICK_ROUNDS = 4, 1
 ANSWER_TIMEOUT_S = 120.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless a system fails that is not optional."""
+    """Run the comparison and return the exit status: 0 unless a system fails that is not optional."""
     options = parse(words)
     if options.rounds < 1 or (options.folder is not None and not options.folder.is_dir()):
         sys.stderr.write(f"error: --rounds must be at least 1, --folder one that is there; found {words}\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the systems are then stopped as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the systems as Ctrl-C does
     load_before = os.getloadavg()[0]
     try:
         with tempfile.TemporaryDirectory(prefix="bench-skip-", dir=options.folder) as folder:
@@ -73,12 +73,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- skip-cache", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12, help="in which all systems take turns, after a warm-up")
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured; the system's temporary folder if none")
-    parser.add_argument("--quick", action="store_true", help="one round of few samples, no verl: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds after a warm-up")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: the temporary folder)")
+    parser.add_argument("--quick", action="store_true", help="one round of few samples, no verl, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     options.groups = QUICK_GROUPS if options.quick else NUM_GROUPS
     options.rounds = QUICK_ROUNDS if options.quick else options.rounds
@@ -86,10 +86,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Measured], dict[str, str]]:
-    """What each system measured, and why one was left out.
+    """Return the measurements of each system, and why one was left out.
 
     Raises:
-        ChildFailedError: A system that is not optional did not start, or could not go on.
+        ChildFailedError: A required system did not start or could not continue.
     """
     measured: dict[str, Measured] = {}
     skipped = {VERL: LEFT_OUT} if options.quick else {}
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Measured],
                 measured[system] = Measured()
         for number in range(options.rounds + 1):
             order = [system for system in peers if system not in skipped]
-            first = number % len(order)  # who begins changes from round to round
+            first = number % len(order)  # the order rotates from round to round
             for system in [*order[first:], *order[:first]]:
                 with leaving_out(system, skipped):
                     take_turn(system, peers[system], measured[system], number)
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Measured],
 
 @contextmanager
 def leaving_out(system: str, skipped: dict[str, str]) -> Iterator[None]:
-    """Note why an optional system cannot go on."""
+    """Record why an optional system cannot continue."""
     try:
         yield
     except ChildFailedError as error:
@@ -141,7 +141,7 @@ def start(system: str, num_groups: int, folder: Path) -> Peer:
 
 
 def take_turn(system: str, peer: Peer, found: Measured, number: int) -> None:
-    """A write and a read; of ours one more write, which does not wait for the disk, first in every second round."""
+    """Run a write and a read; for ours also a write without waiting for the disk, first in every second round."""
     writes = ["write_unflushed", "write"] if system in FLUSHING else ["write"]
     operations = [*writes[:: 1 if number % 2 else -1], "read"]
     answers = {name: peer.ask({"operation": name}, timeout_s=ANSWER_TIMEOUT_S) for name in operations}
@@ -155,7 +155,7 @@ def take_turn(system: str, peer: Peer, found: Measured, number: int) -> None:
 def new_report(
     options: argparse.Namespace, measured: Mapping[str, Measured], skipped: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Everything that goes into the file."""
+    """Return the content of the results file."""
     samples = make_samples(options.groups)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return {
@@ -188,7 +188,7 @@ def print_report(report: Mapping[str, Any]) -> None:
     payload = report["payload"]
     say(
         f"\n{payload['samples']} samples, {payload['bytes'] / 1e6:.1f} MB: input_ids and position_ids int64, logprobs "
-        f"float32, mask int8; {report['rounds']} rounds.\nMB/s are of these bytes, whatever a system makes of them. "
+        f"float32, mask int8; {report['rounds']} rounds.\nMB/s refer to these bytes, however a system stores them. "
         "Ours stores ids as int32, derives positions and policy\nversions, and waits for the disk; the others do not."
     )
     say(f"  {'system':17}{'operation':11}{'MB/s':>8}{'quartiles':>16}{'best':>8}{'on disk, MB':>14}")
@@ -213,7 +213,7 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

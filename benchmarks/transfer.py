@@ -1,10 +1,10 @@
-"""The transfer queue side by side with TransferQueue 0.1.11 and plain Ray: the same samples, producers and consumer.
+"""Compare the transfer queue with TransferQueue 0.1.11 and plain Ray: the same samples, producers and consumer.
 
     nox -s bench -- transfer [--rounds 3] [--systems memory,shm,ray,transferqueue,plain_ray] [--quick]
         [--json FILE]
 
-In each round the systems take turns, so that a slow minute of the machine meets all; each is started for its turn and
-ended after it, as an idle Ray still takes a part of a core. benchmarks/README.md says what is timed.
+The systems take turns in each round, so that a slow minute of the machine affects all. Each is started for its turn and
+ended after it, because an idle Ray uses part of a core. benchmarks/README.md describes the measurements.
 --quick makes few calls of the queue in memory and in shared memory.
 """
 
@@ -38,11 +38,11 @@ QUICK_SYSTEMS = ("memory", "shm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """How much is asked of a system.
+    """Number of operations to measure.
 
     Attributes:
-        bulks: Bulk puts and gets of a round.
-        smalls: Small puts, and gets, of a round.
+        bulks: Bulk puts and gets per round.
+        smalls: Small puts, and small gets, per round.
         leases: Calls with each number of rows held.
         held_rows: Rows held, by the operation's name.
     """
@@ -58,13 +58,13 @@ QUICK = Calls(bulks=1, smalls=16, leases=2, held_rows={"lease_10k": 200, "lease_
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless a system fails; targets are reported."""
+    """Run the comparison and return the exit status: 0 unless a system fails; targets are reported."""
     options = parse(words)
     unknown = sorted(set(options.systems) - set(SYSTEMS))
     if unknown or options.rounds < 1:
         sys.stderr.write(f"error: --systems are of {', '.join(SYSTEMS)}, --rounds at least 1; found {words}\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the systems are then stopped as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the systems as Ctrl-C does
     measured = {system: Measured() for system in options.systems}
     environment = machine()
     calls = QUICK if options.quick else FULL
@@ -88,17 +88,15 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     about = __doc__.splitlines()[0] if __doc__ else ""
     parser = argparse.ArgumentParser(prog="nox -s bench -- transfer", description=about)
     parser.add_argument("--rounds", type=int, default=3, help="rounds in which all systems take turns")
     parser.add_argument(
-        "--systems", type=lambda text: text.split(","), default=list(SYSTEMS), help="which to run, with commas between"
+        "--systems", type=lambda text: text.split(","), default=list(SYSTEMS), help="comma-separated systems to run"
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="one round of few calls, of two systems: does it run at all"
-    )
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--quick", action="store_true", help="one round of few calls, of two systems, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.quick:
         options.rounds, options.systems = 1, list(QUICK_SYSTEMS)
@@ -106,7 +104,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def one_turn(system: str, found: Measured, folder: Path, *, calls: Calls, is_last: bool) -> None:
-    """Start a system, measure it alone, and end it; what is asked once is asked in the last round."""
+    """Start a system, measure it alone, and end it; single measurements are made in the last round."""
     started = time.monotonic()
     try:
         with start(system, folder) as peer:
@@ -127,7 +125,7 @@ def one_turn(system: str, found: Measured, folder: Path, *, calls: Calls, is_las
 
 
 def finish(peer: Peer, found: Measured, calls: Calls) -> None:
-    """What is asked once: memory and versions, then leases."""
+    """Make the single measurements: memory and versions, then leases."""
     found.memory = peer.ask({"operation": "memory"}, timeout_s=ANSWER_TIMEOUT_S)
     found.versions = peer.ask({"operation": "versions"}, timeout_s=ANSWER_TIMEOUT_S)
     for operation, num_rows in calls.held_rows.items():
@@ -138,13 +136,13 @@ def finish(peer: Peer, found: Measured, calls: Calls) -> None:
 
 
 def fail(system: str, found: Measured, error: ChildFailedError) -> None:
-    """Note why a system cannot go on."""
+    """Record why a system cannot continue."""
     found.failure = str(error)
     sys.stderr.write(f"error: {system}: {error}\n")
 
 
 def copy_speeds() -> list[float]:
-    """MB/s of copies of as many bytes as the payload has, into memory that was touched before."""
+    """Measure the MB/s of copying as many bytes as the payload, into memory that was touched before."""
     source = np.ones(payload_bytes(), dtype=np.uint8)
     copy = source.copy()
     speeds = []
@@ -156,7 +154,7 @@ def copy_speeds() -> list[float]:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Return the facts that the numbers depend on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
@@ -170,7 +168,7 @@ def machine() -> dict[str, Any]:
 def new_report(
     measured: Mapping[str, Measured], copies: Sequence[float], environment: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Everything that goes into the file."""
+    """Return the content of the results file."""
     results = []
     for system, found in measured.items():
         results += system_rows(
@@ -217,12 +215,12 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def cell(number: float | None, digits: int) -> str:
-    """A number of a table, or a dash."""
+    """Return a number as text, or a dash."""
     return "-" if number is None else f"{number:.{digits}f}"
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

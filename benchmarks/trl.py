@@ -1,9 +1,9 @@
-"""GRPO side by side with TRL's GRPOTrainer: same policy, prompts, group, sampling, learning rate and steps.
+"""Compare GRPO with TRL's GRPOTrainer: same policy, prompts, group size, sampling, learning rate and steps.
 
     nox -s bench -- trl [--workload short,long_tail,long_prompt] [--pairs 3] [--steps N] [--quick] [--json FILE]
 
-The runs of the two systems take turns, so that a slow minute of the machine meets both. benchmarks/README.md says
-what is timed and why the comparison is fair. --quick takes a few steps of a tiny policy, without TRL.
+Runs of the two systems alternate, so that a slow minute of the machine affects both. benchmarks/README.md describes the
+measurements and why the comparison is fair. --quick runs a few steps of a tiny policy, without TRL.
 """
 
 import argparse
@@ -63,7 +63,7 @@ LONGEST_TOKENS = 192
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the comparison and give the exit status: 0 unless something breaks; targets are reported."""
+    """Run the comparison and return the exit status: 0 unless something breaks; targets are reported."""
     options = parse(words)
     python = os.environ.get("TRL_PYTHON", "")
     if not (options.quick or Path(python).is_file()):
@@ -95,13 +95,13 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- trl", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--workload", default="short,long_tail,long_prompt", help="which to run, with commas between")
+    parser.add_argument("--workload", default="short,long_tail,long_prompt", help="comma-separated workloads to run")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each system")
     parser.add_argument("--steps", type=int, help="steps of a run; each workload has its own default")
-    parser.add_argument("--quick", action="store_true", help="one short run of ours, without TRL: does it run at all")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--quick", action="store_true", help="one short run of ours, without TRL, as a smoke test")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args(words)
     if options.quick:
         options.workload, options.pairs, options.steps = "short", 1, WARM_UP_STEPS + 1
@@ -109,7 +109,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def new_report(options: argparse.Namespace) -> dict[str, Any]:
-    """What is known before the first run."""
+    """Return the part of the report that is known before the first run."""
     return {
         "benchmark": "trl",
         "is_quick": options.quick,
@@ -124,7 +124,7 @@ def new_report(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name, as Linux tells it."""
+    """Return the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -133,7 +133,7 @@ def processor() -> str:
 
 
 def prepare(workload: Workload, folder: Path) -> None:
-    """Make what the workload's settings name, with the log in the folder.
+    """Prepare the files that the workload's settings name, with the log in the folder.
 
     Raises:
         ChildFailedError: It failed.
@@ -144,13 +144,13 @@ def prepare(workload: Workload, folder: Path) -> None:
 
 
 def run_pairs(workload: Workload, *, python: str | None, pairs: int, steps: int) -> tuple[list[Run], list[Run]]:
-    """Ours, TRL, ours, TRL ...; each pair has a seed of its own, for the order of prompts and for sampling.
+    """Run ours and TRL alternately; each pair has its own seed for the order of prompts and for sampling.
 
     Args:
-        workload: What is run.
-        python: Of TRL's environment; None leaves TRL out.
-        pairs: Runs of each.
-        steps: Of a run.
+        workload: The workload.
+        python: Interpreter of TRL's environment; None leaves TRL out.
+        pairs: Runs of each system.
+        steps: Steps of a run.
 
     Raises:
         ChildFailedError: A run failed.
@@ -167,7 +167,7 @@ def run_pairs(workload: Workload, *, python: str | None, pairs: int, steps: int)
 
 
 def tell(workload: Workload, seed: int, run: Run) -> None:
-    """One line as a run ends."""
+    """Print one line at the end of a run."""
     speed = samples_per_s(run.step_s, samples_per_step=workload.samples_per_step)
     say(
         f"{time.strftime('%H:%M:%S')}  {workload.name}, pair {seed + 1}, {run.system:4}: {speed:7.1f} samples/s, "
@@ -176,7 +176,7 @@ def tell(workload: Workload, seed: int, run: Run) -> None:
 
 
 def add_workload(report: dict[str, Any], workload: Workload, ours: Sequence[Run], peer: Sequence[Run]) -> None:
-    """Put a workload's results into the report."""
+    """Add a workload's results to the report."""
     samples = workload.samples_per_step
     for runs in filter(None, (ours, peer)):
         report["results"].append(system_result(runs, workload=workload.name, samples_per_step=samples))
@@ -195,7 +195,7 @@ def add_workload(report: dict[str, Any], workload: Workload, ours: Sequence[Run]
 
 
 def print_workload(report: Mapping[str, Any], name: str) -> None:
-    """The table of a workload, its learning curves and its lengths."""
+    """Return a workload's table, learning curves and lengths."""
     results = [row for row in report["results"] if row["workload"] == name]
     found = next((row for row in report["comparisons"] if row["workload"] == name), None)
     if lengths := report["response_lengths"].get(name):
@@ -222,19 +222,19 @@ def print_workload(report: Mapping[str, Any], name: str) -> None:
 
 
 def bars(counts: Mapping[str, int]) -> str:
-    """Bins that are not empty, as "1-16: 70 %"."""
+    """Return the non-empty bins, such as "1-16: 70 %"."""
     total = sum(counts.values())
     return ", ".join(f"{name}: {count / total:.1%}" for name, count in counts.items() if count)
 
 
 def complain(message: str, *, status: int = 2) -> int:
-    """Say what is wrong."""
+    """Print an error."""
     sys.stderr.write(f"error: {message}\n")
     return status
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 

@@ -166,7 +166,7 @@ def test_a_component_that_the_reward_does_not_give_is_named(run: TinyRun, capsys
 def test_a_rejection_that_leaves_nothing_is_said(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     status = train_here(run, **RECOMPUTED, correction__reject="{seq_sum_k2 = 1e-30}", trainer__steps=1)
     assert status == 2
-    assert "left no token of 16 trajectories to train on. Widen its bounds" in capsys.readouterr().err
+    assert "rejected every token of 16 trajectories. Widen its bounds" in capsys.readouterr().err
 
 
 def test_one_update_on_recomputed_logprobs_is_the_update_on_the_engines(tiny_run: TinyRun, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_at_once(
     ):
         assert trainer(wanted) == 2, wanted
         said = capsys.readouterr().err
-        assert f"policy.path: {file} has vocab_size = 10, but the tokenizer in {file.parent} gives token ids" in said
+        assert f"policy.path: {file} has vocab_size = 10, but the tokenizer in {file.parent} has token ids" in said
         assert "up to 17" in said
     assert not run.run_folder.exists()
 
@@ -239,12 +239,12 @@ def test_a_dry_run_says_what_the_prompts_are(run: TinyRun, capsys: pytest.Captur
     settings = {"prompts__train": file, "prompts__requires_ground_truth": False}
     assert train_here(run, "--dry-run", **settings) == 0
     said = capsys.readouterr().out
-    assert "prompts    text, as it stands; the longest has 5 tokens" in said
-    assert said.count("note: the prompts are text") == 1
-    assert 'prompts.plain_prompts = "chat" makes each a user\'s message' in said
+    assert "prompts    plain text, unchanged; the longest has 5 tokens" in said
+    assert said.count("note: the prompts are plain text") == 1
+    assert 'prompts.plain_prompts = "chat" turns each into a user message' in said
     assert train_here(run, "--dry-run", prompts__plain_prompts="chat", **settings) == 0
     said = capsys.readouterr().out
-    assert "prompts    messages, written by the chat template; the longest has 6 tokens" in said
+    assert "prompts    messages, formatted by the chat template; the longest has 6 tokens" in said
     assert "note:" not in said
     assert "responses end at token 1\n" in said
 
@@ -256,7 +256,9 @@ def test_a_model_without_an_end_token_is_told_of(run: TinyRun, capsys: pytest.Ca
     assert train_here(run, "--dry-run") == 0
     said = capsys.readouterr().out
     assert "responses end at token none\n" in said
-    assert f"note: {run.folder / 'policy'} names no end token, so that every response goes on until it is cut" in said
+    assert (
+        f"note: {run.folder / 'policy'} names no end token, so every response continues until it is truncated" in said
+    )
 
 
 def test_settings_for_a_gpu_are_warned_of_in_a_dry_run_and_refused_in_a_run_here(
@@ -265,7 +267,7 @@ def test_settings_for_a_gpu_are_warned_of_in_a_dry_run_and_refused_in_a_run_here
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     problem = 'learner.kernels = "fused" needs a GPU, and this machine has none. Set learner.kernels = "auto"'
     assert train_here(run, "--dry-run", learner__kernels="fused") == 0
-    assert f"warning: a run on this machine is refused: {problem}" in capsys.readouterr().out
+    assert f"warning: a run on this machine would be refused: {problem}" in capsys.readouterr().out
     assert train_here(run, learner__kernels="fused") == 2
     assert problem in capsys.readouterr().err
     assert not run.run_folder.exists()

@@ -129,7 +129,7 @@ def test_a_run_whose_engine_is_in_its_rollouter_refuses_more(
     with async_training(run, **settings) as process:
         reach(process, run, "first")
         status, text = asked(capsys, "scale", folder, "--engines", "2")
-        assert (status, 'set rollout.placement = "process" or "ray"' in text) == (1, True)
+        assert (status, 'set rollout.placement to "process" or "ray"' in text) == (1, True)
         assert asked(capsys, "status", folder)[1].startswith("step 0 of 1\n")
         release(run, "first")
         release(run, "second")

@@ -92,7 +92,7 @@ def test_a_role_that_dies_too_often_ends_the_run_with_its_last_words(run: TinyRu
     said = failed_with(run, f"mortal {role}:1", **{f"roles__{role}_restarts": 1})
     assert "was killed by signal SIGKILL (9)" in said
     assert f"the scripted {role} takes its leave" in said
-    assert "It was restarted 1 times, the maximum" in said
+    assert "It was restarted 1 time, the maximum" in said
     died = [event["role"] for event in read_events(run.run_folder / "events.jsonl") if event["event"] == "role_died"]
     assert died == [role]
 
@@ -104,12 +104,12 @@ def test_a_controller_that_dies_too_often_ends_the_run_as_failed(run: TinyRun) -
             os.kill(pid_of(run, "controller") or 0, signal.SIGKILL)
         assert process.wait() == 128 + signal.SIGKILL, process.text
         assert process.leftovers() == []
-    assert "the run's process was ended by SIGKILL; starting it again (0 restarts left)" in process.text
-    assert "error: the run's process was ended by signal 9 (SIGKILL)." in process.text
+    assert "SIGKILL ended the run's process; restarting it (0 restarts left)" in process.text
+    assert "error: signal 9 (SIGKILL) ended the run's process." in process.text
     assert not (run.run_folder / "summary.json").exists()
     last = read_events(run.run_folder / "events.jsonl")[-1]
     assert (last["event"], last["role"]) == ("run_failed", "controller")
-    assert "was ended by signal 9 (SIGKILL). It was restarted 1 times, the maximum" in str(last["error"])
+    assert "signal 9 (SIGKILL) ended the run's process. It was restarted 1 time, the maximum" in str(last["error"])
 
 
 def stopped_step(run: TinyRun) -> int:

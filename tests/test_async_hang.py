@@ -46,7 +46,7 @@ def assert_failed_with_verdict(process: TrainProcess, run: TinyRun) -> HangRepor
     assert "HangError" in process.text, process.text
     report = read_hang_report(run.run_folder / "hang.json")
     assert report.verdict in process.text
-    assert "error: HangError: nothing has happened for " in process.text
+    assert "error: HangError: no progress for " in process.text
     assert "Traceback" not in process.text
     assert report.no_progress_s >= DEADLINE_S
     events = read_events(run.run_folder / "events.jsonl")

@@ -88,7 +88,7 @@ def test_every_mode_says_what_it_is(run: TinyRun, capsys: pytest.CaptureFixture[
     cases = {
         "on policy": {"schedule__max_staleness": 0},
         "streaming within a version": {"schedule__max_staleness": 0, "schedule__sync_every": 4},
-        "responses each have one version": {"schedule__partial_rollout": False},
+        "responses have one version each": {"schedule__partial_rollout": False},
         "responses continue under new weights": {},
     }
     for words, settings in cases.items():

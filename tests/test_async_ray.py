@@ -93,4 +93,4 @@ def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(cluster: Any, inputs: Tin
 def test_an_address_without_ray_is_refused(inputs: TinyRun, capsys: pytest.CaptureFixture[str]):
     settings = {"roles__kind": "process", "cluster__ray_address": "host:1"}
     assert train_async_here(inputs, "--dry-run", **settings) == 2
-    assert 'cluster.ray_address is for roles.kind = "ray" or cluster.kind = "ray" or' in capsys.readouterr().err
+    assert 'cluster.ray_address needs roles.kind = "ray" or cluster.kind = "ray" or' in capsys.readouterr().err

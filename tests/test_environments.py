@@ -204,6 +204,6 @@ def test_each_python_has_environments_of_its_own(environments, tmp_path, monkeyp
     assert subprocess.run([python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True).stdout == (
         f"{tmp_path}/.nox/unit-3.70\n"
     )
-    assert [line for line in session.said if "Making the environment" in line] == session.said[:1]
+    assert [line for line in session.said if "Creating the environment" in line] == session.said[:1]
     assert environments.ensure(session, there) == python
     assert len(session.said) == 2, "it was made twice"

@@ -90,7 +90,7 @@ def test_the_asynchronous_trainer_tells_them_too(run: TinyRun, capsys: pytest.Ca
 def test_rewards_that_count_0_as_they_failed_are_told_too(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_with(run, "call % 8 == 3", reward__on_failure="zero") == 0
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert told[0].startswith(f"step 1: the rewards of 2 of {REWARDS_PER_STEP} sessions failed, and count 0")
+    assert told[0].startswith(f"step 1: the rewards of 2 of {REWARDS_PER_STEP} sessions failed and count as 0")
     assert REASON in told[0]
     assert [row.metrics["rollout/failed_rewards"] for row in steps_of(run)] == [2, 2]
 

@@ -40,6 +40,16 @@ def test_the_files_pass(launch: types.ModuleType, job: Any):
     assert list(launch.ray_job_problems(job)) == []
 
 
+def test_a_job_submitted_from_another_folder_says_what_to_do(tmp_path: Path):
+    words = ["bash", str(LAUNCH / "slurm.sh"), "settings.toml"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"slurm.sh must be submitted from the checkout, where examples/launch/ray_node.sh exists; found {tmp_path}. "
+        "Run `cd CHECKOUT`, then `sbatch examples/launch/slurm.sh SETTINGS.toml`.\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

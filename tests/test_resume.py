@@ -258,7 +258,7 @@ def test_ctrl_c_while_the_engine_process_starts(
         assert process.wait() == 130, process.text
         assert process.leftovers() == []
         assert "stopping: starting transformers engine ... " in process.text
-        assert "; stopping engines, learner and roles. Ctrl-C again exits at once, without saving." in process.text
+        assert "; stopping engines, learner and roles. Ctrl-C again exits at once without saving." in process.text
         assert "stopped after step 0" in process.text
         assert "Traceback (most recent call last)" not in process.text
     resume(run, capsys)

@@ -80,7 +80,7 @@ def test_loss_in_trl_is_ours_on_trls_tensors(example):
     assert trainer.logprobs.grad.tolist() == [[0.0, -1.5]]
     assert trainer._metrics["train"]["entropy"] == [pytest.approx(0.4)]
     trainer.beta = 0.1
-    with pytest.raises(ValueError, match=r"set GRPOConfig\(beta=0.0\)"):
+    with pytest.raises(ValueError, match=r"Set GRPOConfig\(beta=0.0\)"):
         compute(trainer, SimpleNamespace(training=True), inputs)
 
 

@@ -1,1 +1,1 @@
-"""What noxfile.py is made of."""
+"""Code of the nox sessions in noxfile.py."""

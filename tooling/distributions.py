@@ -1,7 +1,7 @@
 """Build wheels and sdists reproducibly: `python -m tooling.distributions dist rl-core@HEAD`.
 
-Each is built twice, from two copies of the sources, and the bytes must be equal. The first wheel is made from the sdist
-and the second from the sources, so that an sdist that lacks something is found too.
+Each is built twice, from two copies of the sources, and the bytes must be equal. One wheel is built from the sdist
+and the other from the sources, which also detects an incomplete sdist.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from packaging.metadata import Metadata
 from tooling.projects import ROOT, Project, git, read_project, read_projects
 
 SUFFIXES = (".css", ".html", ".js", ".py", ".toml", ".LICENSE")
-"""What a package may consist of, beside py.typed."""
+"""Suffixes of the files that a package may contain, beside py.typed."""
 MAX_BYTES = 400_000
-"""The largest file that a package may hold; more is data, which a repository of its own or a download holds."""
+"""Maximum size of a file in a package; larger data belongs in a separate repository or a download."""
 UNCOMMITTED_S = "1580601600"
-"""Time of the files of a project that has no commit yet, since 1970; hatchling has the same."""
+"""Seconds since 1970 for the files of a project without a commit, as in hatchling."""
 LICENCE = re.compile(r"(.*[._-])?(licen[cs]e|notice|copying)(\.(md|rst|txt))?", flags=re.IGNORECASE)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Build and check; prints the digest of each file, or each mistake."""
+    """Build and check; print the digest of each file, or each problem."""
     parser = argparse.ArgumentParser(prog="distributions")
-    parser.add_argument("out", type=Path, help="folder that gets the wheels and sdists")
-    parser.add_argument("names", nargs="+", metavar="NAME[@COMMIT]", help="without a commit, the working tree")
+    parser.add_argument("out", type=Path, help="output folder for wheels and sdists")
+    parser.add_argument("names", nargs="+", metavar="NAME[@COMMIT]", help="without a commit, build the working tree")
     options = parser.parse_args(words)
     projects, num_mistakes = read_projects(), 0
     options.out.mkdir(parents=True, exist_ok=True)
@@ -52,13 +52,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def build(project: Project, out: Path, *, commit: str | None = None, root: Path = ROOT) -> tuple[list[Path], list[str]]:
-    """Build sdist and wheel twice, of the working tree or of a commit; gives the files, and what is wrong with them."""
+    """Build sdist and wheel twice, from the working tree or a commit; return the files and their problems."""
     epoch = git(root, "log", "-1", "--format=%ct", commit or "HEAD", "--", project.folder).strip() or UNCOMMITTED_S
     with tempfile.TemporaryDirectory(prefix="rl-build-") as folder:
         first, second = Path(folder, "first"), Path(folder, "the second, elsewhere")
         for copy in (first, second):
             export(project, copy, commit=commit, root=root)
-        project = read_project(first, project.folder)  # of a commit, which may have another version
+        project = read_project(first, project.folder)  # a commit may have another version
         usual = Surroundings({"SOURCE_DATE_EPOCH": epoch, "PYTHONHASHSEED": "1", "TZ": "UTC"}, umask=0o022)
         unusual = Surroundings({"SOURCE_DATE_EPOCH": epoch, "PYTHONHASHSEED": "2", "TZ": "Asia/Tokyo"}, umask=0o077)
         stem = f"{project.module}-{project.version}"
@@ -80,13 +80,13 @@ def build(project: Project, out: Path, *, commit: str | None = None, root: Path 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a build must not depend on."""
+    """Environment of a build, on which its result must not depend."""
 
     env: dict[str, str]
     umask: int
 
     def build(self, kind: str, folder: Path, out: Path) -> None:
-        """Have hatchling build the sdist or the wheel of a folder into another folder."""
+        """Build the sdist or the wheel of a folder into another folder with hatchling."""
         command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(out.resolve())]
         env = {**os.environ, **self.env}
         done = subprocess.run(
@@ -97,7 +97,7 @@ class Surroundings:
 
 
 def export(project: Project, copy: Path, *, commit: str | None, root: Path) -> None:
-    """Copy a project as it is in a commit, or the files of the working tree that git does not ignore."""
+    """Copy a project from a commit, or the files of the working tree that git does not ignore."""
     copy.mkdir()
     if commit is not None:
         archive = subprocess.run(["git", "archive", commit, project.folder], cwd=root, check=True, capture_output=True)
@@ -111,7 +111,7 @@ def export(project: Project, copy: Path, *, commit: str | None, root: Path) -> N
 
 
 def content_mistakes(project: Project, source: Path, sdist: Path, wheel: Path) -> list[str]:
-    """Exactly these files are inside: the sources, the licences, and what the build writes."""
+    """Check that the archives contain exactly the sources, the licences and the build's own files."""
     files = {str(path.relative_to(source)): path for path in source.rglob("*") if path.is_file()}
     sources = {name for name in files if name.startswith("src/")}
     tests = {name for name in files if name.startswith("tests/")}
@@ -141,13 +141,13 @@ def content_mistakes(project: Project, source: Path, sdist: Path, wheel: Path) -
 
 
 def differences(archive: str, found: set[str], expected: set[str]) -> list[str]:
-    """What an archive holds and must not, and what it lacks."""
+    """Return problems of unexpected and missing files in an archive."""
     stray = [f"{archive} holds {name}, which does not belong there." for name in sorted(found - expected)]
     return stray + [f"{archive} lacks {name}." for name in sorted(expected - found)]
 
 
 def metadata_mistakes(project: Project, wheel: Path) -> list[str]:
-    """A package index takes the metadata, and they say what pyproject.toml says."""
+    """Check that the metadata are valid for a package index and agree with pyproject.toml."""
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(f"{project.module}-{project.version}.dist-info/METADATA")
     try:

@@ -1,6 +1,6 @@
-"""Virtual environments below .nox, one for each purpose, shared between verbs.
+"""Virtual environments below .nox, shared between nox sessions.
 
-Each is made once from locks/, and made again when its inputs change. An interrupted build is never used.
+Each is created once from locks/, and again when its inputs change. An interrupted build is never used.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ UNIT_EXTRAS = {
 }
 TORCH = "torch==2.13.0+cpu"
 CUDA_TORCH = TORCH.partition("+")[0]
-"""The build that every index has. It runs on CPUs too, and cannot be imported without CUDA's libraries."""
+"""The build that every index has. It also runs on CPUs, but cannot be imported without CUDA's libraries."""
 CONSTRAINTS = ("-c", "locks/cpu.txt", "-c", "locks/dev.txt")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 BACKEND = ("hatchling", "pathspec", "trove-classifiers", "pluggy", "packaging")
 STARTS = "RL_TEST_STARTS"
-"""File to which every Python process of an environment appends a byte when it starts."""
+"""Variable with the file to which every Python process of an environment appends a byte when it starts."""
 COUNT_STARTS = f"""\
 import os, sys; name = None if hasattr(sys, "is_counted") else os.environ.get("{STARTS}"); sys.is_counted = True; \
 file = os.open(name, os.O_WRONLY | os.O_APPEND) if name else None; name and (os.write(file, b"."), os.close(file))
@@ -48,12 +48,12 @@ file = os.open(name, os.O_WRONLY | os.O_APPEND) if name else None; name and (os.
 """A line of a .pth file, which an interpreter may read twice."""
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 """Names of the program; tests/support/chromium.py looks for any of them."""
-APT_S = 600.0  # a mirror that stalls, or another apt-get, does not keep the tests
+APT_S = 600.0  # a stalled mirror or another apt-get must not block the tests
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment: a name, its cost, pip's arguments step by step, the files these read, and a Python."""
+    """A virtual environment: its name, cost, pip arguments by step, input files, and Python."""
 
     name: str
     cost: str
@@ -63,20 +63,20 @@ class Environment:
 
     @property
     def folder(self) -> Path:
-        """Where it is."""
+        """Folder of the environment."""
         return ROOT / ".nox" / self.name
 
     @property
     def python(self) -> str:
-        """Its interpreter."""
+        """Path of its interpreter."""
         return str(self.folder / "bin" / "python")
 
     def on(self, base: Interpreter) -> Environment:
-        """The same for another Python, in a folder of its own."""
+        """Return the same environment for another Python, in its own folder."""
         return self if base == HERE else replace(self, name=f"{self.name}-{base.minor}", base=base)
 
     def recipe(self) -> str:
-        """Digest of everything it is made from."""
+        """Return a digest of all inputs."""
         made_of = [self.base.version, self.base.prefix, str(self.folder), self.steps, COUNT_STARTS]
         digest = hashlib.sha256(json.dumps(made_of).encode())
         for name in self.inputs:
@@ -85,7 +85,7 @@ class Environment:
 
 
 def editable(*requirements: str) -> tuple[str, ...]:
-    """Pip arguments that install projects, with extras such as rl-core[torch], from their folders."""
+    """Return pip arguments that install projects from their folders, with extras such as rl-core[torch]."""
     folders = {Path(project).name: project for project in PROJECTS}
     paths = [f"./{folders[r.partition('[')[0]]}{''.join(r.partition('[')[1:])}" for r in requirements]
     return ("--no-build-isolation", *(word for path in paths for word in ("-e", path)))
@@ -151,9 +151,9 @@ DOCS = Environment(
 
 
 def unit_environment(package: str, *, without_torch: bool = False) -> Environment:
-    """A package with what it declares and the test runner, nothing else; versions from the lock.
+    """Return the environment of a package with its declared dependencies and the test runner, at locked versions.
 
-    `without_torch` leaves out the extra `torch`, which rl-core alone can do without.
+    `without_torch` leaves out the extra `torch` of rl-core.
     """
     projects = UNIT_EXTRAS[package]
     if without_torch:
@@ -177,7 +177,7 @@ def unit_environment(package: str, *, without_torch: bool = False) -> Environmen
 
 
 def wheels_environment(name: str, built: Mapping[str, str], projects: Sequence[str]) -> Environment:
-    """What wheels declare, and the test runner; torch only where a wheel asks for it. The wheels in it get outdated."""
+    """Return an environment with wheels, their dependencies and the test runner; callers reinstall newer wheels."""
     torch = ((*CONSTRAINTS, TORCH),) if "rl-distill" in projects else ()
     return Environment(
         name=name,
@@ -188,7 +188,7 @@ def wheels_environment(name: str, built: Mapping[str, str], projects: Sequence[s
 
 
 def ensure(session: nox.Session, environment: Environment) -> str:
-    """Make the environment unless it stands as its recipe says; gives its interpreter."""
+    """Create the environment unless it matches its recipe; return its interpreter."""
     if said := interpreter_mistake(environment):
         session.error(said)
     stamp = environment.folder / "made-from"
@@ -197,7 +197,7 @@ def ensure(session: nox.Session, environment: Environment) -> str:
         if stamp.is_file() and stamp.read_text() == recipe and Path(environment.python).exists():
             return environment.python
         started = time.monotonic()
-        session.log(f"Making the environment .nox/{environment.name}, once: {environment.cost}.")
+        session.log(f"Creating the environment .nox/{environment.name}, once: {environment.cost}.")
         shutil.rmtree(environment.folder, ignore_errors=True)
         session.run(
             sys.executable,
@@ -211,13 +211,13 @@ def ensure(session: nox.Session, environment: Environment) -> str:
             install(session, environment.python, *step)
         (site_packages,) = environment.folder.glob("lib/python3*/site-packages")
         (site_packages / "count_starts.pth").write_text(COUNT_STARTS)
-        stamp.write_text(recipe)  # last: without it the folder counts as torn
+        stamp.write_text(recipe)  # last: without it, the folder counts as incomplete
         session.log(f".nox/{environment.name} is ready after {time.monotonic() - started:.0f} s.")
     return environment.python
 
 
 def interpreter_mistake(environment: Environment) -> str:
-    """What is wrong with the environment's Python, before anything is downloaded; empty when nothing is."""
+    """Return why the environment's Python is not supported, before any download; empty if it is."""
     version = environment.base.version.split()[0]
     minor = int(version.split(".")[1])
     allowed = [int(python.split(".")[1]) for python in PYTHONS]
@@ -235,23 +235,23 @@ def interpreter_mistake(environment: Environment) -> str:
 
 @contextlib.contextmanager
 def only_one(session: nox.Session, environment: Environment) -> Iterator[None]:
-    """Let one nox at a time make an environment; the others wait for it."""
+    """Allow only one nox at a time to create an environment; others wait."""
     environment.folder.parent.mkdir(exist_ok=True)
     with (environment.folder.parent / f"{environment.name}.lock").open("w") as file:
-        os.set_inheritable(file.fileno(), True)  # a pip that outlives a killed nox still holds it
+        os.set_inheritable(file.fileno(), True)  # a pip that outlives a killed nox keeps the lock
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            session.log(f"Another process is making .nox/{environment.name}; waiting for it.")
+            session.log(f"Another process is creating .nox/{environment.name}; waiting for it.")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def install(session: nox.Session, python: str, *arguments: str) -> None:
-    """Run pip; torch comes from pip's own sources where they have its CPU build, else from PyTorch's CPU index.
+    """Run pip; torch comes from pip's configured indexes if they have its CPU build, else from PyTorch's CPU index.
 
-    Where neither has it for this interpreter, the build with CUDA takes its place in this environment. A failure ends
-    the session with pip's last words.
+    If neither has it for this interpreter, the environment gets the CUDA build. A failure ends the session with pip's
+    last lines.
     """
     folder = Path(python).parents[1]
     has_cuda_torch = (folder / "cuda-torch").is_dir()
@@ -272,24 +272,24 @@ def install(session: nox.Session, python: str, *arguments: str) -> None:
         said = "\n".join(line for line in lines if not line.startswith("WARNING"))
         session.error(
             f"pip could not install {' '.join(words)}. Is a package registry reachable (`pip config list`)? "
-            f"The half-made environment is made again by the next run. pip said:\n{said}"
+            f"The next run creates the environment again. pip said:\n{said}"
         )
 
 
 def python_of(folder: Path) -> str:
-    """The Python of an environment, such as "3.12"."""
+    """Return the Python version of an environment, such as "3.12"."""
     (library,) = folder.glob("lib/python3*")
     return library.name.removeprefix("python")
 
 
 def lacks_torch(lines: Sequence[str]) -> bool:
-    """Whether pip found no CPU build of torch for the interpreter; with constraints it says so in other words."""
+    """Return True if pip found no CPU build of torch for the interpreter; its message depends on constraints."""
     said = (f"No matching distribution found for {TORCH}", f"Cannot install {TORCH} because")
     return any(words in line for line in lines for words in said)
 
 
 def with_cuda_torch(folder: Path, arguments: Sequence[str]) -> list[str]:
-    """pip's arguments, and copies of the locks that they name, with torch's CUDA build in place of its CPU build."""
+    """Return pip's arguments with torch's CUDA build instead of its CPU build, also in copies of the named locks."""
     words = []
     for argument in arguments:
         if argument.startswith("locks/"):
@@ -302,7 +302,7 @@ def with_cuda_torch(folder: Path, arguments: Sequence[str]) -> list[str]:
 
 
 def install_cuda_libraries(session: nox.Session, python: str, words: Sequence[str]) -> list[str]:
-    """Where torch came without what it needs, add its CUDA libraries, and not triton, with which vLLM fails on CPUs."""
+    """Add torch's CUDA libraries after an install without dependencies, but not triton, which breaks vLLM on CPUs."""
     if "--no-deps" not in words:
         return []
     asked = "import importlib.metadata as m; print(*m.requires('torch'), sep='\\n')"
@@ -313,7 +313,7 @@ def install_cuda_libraries(session: nox.Session, python: str, words: Sequence[st
 
 
 def pip_install(session: nox.Session, python: str, *arguments: str) -> list[str]:
-    """Run `pip install`, saying every 10 s how far it is; pip's last lines when it fails, else none."""
+    """Run `pip install` and log progress every 10 s; return pip's last lines if it fails, else []."""
     command = [python, "-m", "pip", "install", "--no-compile", "--progress-bar=off", *arguments]
     started = time.monotonic()
     with (
@@ -333,7 +333,7 @@ def pip_install(session: nox.Session, python: str, *arguments: str) -> list[str]
 
 
 def workspace(session: nox.Session) -> str:
-    """The environment with everything locked and all projects in it, editable; gives its interpreter."""
+    """Create the environment with all locked libraries and editable projects; return its interpreter."""
     if sys.platform != "linux":
         session.error(f"locks/cpu.txt is for Linux; found {sys.platform}. A Linux container runs it")
     python = ensure(session, WORKSPACE)
@@ -343,16 +343,16 @@ def workspace(session: nox.Session) -> str:
         recipe = hashlib.sha256(b"\0".join(files)).hexdigest()
         if not stamp.is_file() or stamp.read_text() != recipe:
             names = [Path(project).name for project in PROJECTS]
-            session.log("Putting the projects into it, editable.")
+            session.log("Installing the projects, editable.")
             install(session, python, "--no-deps", *editable(*names))
             stamp.write_text(recipe)
     return python
 
 
 def chromium(session: nox.Session) -> None:
-    """Have Debian's Chromium, in which the tests open reports; a session that cannot install it says how, and goes on.
+    """Install Debian's Chromium, in which the tests open reports; if that fails, log how to install it and continue.
 
-    The tests of reports in a browser are then skipped, with the same advice.
+    Tests in a browser are then skipped with the same advice.
     """
     if any(shutil.which(name) for name in CHROMIUM):
         return

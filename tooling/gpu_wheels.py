@@ -1,7 +1,7 @@
-"""Collect what a GPU machine without a network lacks: `nox -s gpu -- --wheels DIR --python 3.12 [--have NAME,NAME]`.
+"""Collect wheels for a GPU machine without a network: `nox -s gpu -- --wheels DIR --python 3.12 [--have NAME,NAME]`.
 
-The folder gets the wheels of locks/gpu.txt as a tar, cut into pieces that travel anywhere, their checksums, and
-install.sh, which puts them together and installs them beside the machine's own torch. It needs pip alone.
+The folder gets the wheels of locks/gpu.txt as a tar split into small pieces, their checksums, and install.sh, which
+joins the pieces and installs the wheels beside the machine's own torch. It needs only pip.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ PLATFORMS = (
     *(f"{name}_x86_64" for name in ("linux", "manylinux1", "manylinux2010", "manylinux2014")),
     *(f"manylinux_2_{minor}_x86_64" for minor in (5, 12, 17, 24, 26, 27, 28, 31, 32, 34, 35, 36, 38, 39)),
 )
-"""What pip takes for a machine that it is not on; it compares names."""
+"""Platform tags to pass to pip, which cannot detect those of another machine."""
 THEIRS = re.compile(r"(torch|triton|nvidia[-_].*|cuda[-_].*)-")
-"""Beginnings of wheels that belong to the machine's GPU, and must not take the place of its own."""
+"""Names of wheels that depend on the machine's GPU and must not replace its own."""
 PIECE_MB = 45
 CHUNK = 1 << 20
 INSTALL = """\
@@ -53,14 +53,16 @@ CHECKED = ("torch", "megatron.core", "transformers", "zarr", "structlog", "pydan
 
 
 def main(words: Sequence[str]) -> int:
-    """Collect; the exit status is 0 when the folder is complete."""
+    """Collect the wheels; return 0 if the folder is complete."""
     parser = argparse.ArgumentParser(prog="nox -s gpu -- --wheels")
-    parser.add_argument("folder", type=Path, help="where to; it must be empty or new")
-    parser.add_argument("--python", default="3.12", choices=["3.11", "3.12", "3.13"], help="the machine's")
-    parser.add_argument("--have", default="numpy", help="what it has already, with commas between")
+    parser.add_argument("folder", type=Path, help="output folder; must be empty or new")
+    parser.add_argument(
+        "--python", default="3.12", choices=["3.11", "3.12", "3.13"], help="Python version of the machine"
+    )
+    parser.add_argument("--have", default="numpy", help="comma-separated packages that the machine already has")
     parser.add_argument("--lock", type=Path, default=LOCK, help="file of name==version")
-    parser.add_argument("--piece-mb", type=float, default=PIECE_MB, help="most of a piece")
-    parser.add_argument("--check", default=",".join(CHECKED), help="modules that install.sh imports at its end")
+    parser.add_argument("--piece-mb", type=float, default=PIECE_MB, help="maximum size of a piece in MB")
+    parser.add_argument("--check", default=",".join(CHECKED), help="modules that install.sh imports as a check")
     options = parser.parse_args(words)
     folder: Path = options.folder
     if folder.exists() and any(folder.iterdir()):
@@ -89,7 +91,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def download(pins: Sequence[str], folder: Path, *, python: str) -> str:
-    """Have pip fetch the wheels for another interpreter; gives what went wrong, empty when nothing did."""
+    """Download the wheels for another interpreter with pip; return the error, or "" on success."""
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     target = ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}", *platforms]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *target, *pins]
@@ -99,28 +101,28 @@ def download(pins: Sequence[str], folder: Path, *, python: str) -> str:
 
 
 class Pieces(io.RawIOBase):
-    """A file that is written as several, each of at most so many bytes.
+    """A writable stream that is split into files of a maximum size.
 
     Attributes:
-        made: The files.
+        made: The files written so far.
     """
 
     def __init__(self, stem: Path, *, most: int) -> None:
-        """Begin with none.
+        """Start without files.
 
         Args:
-            stem: Name of the files, to which a number is added.
-            most: Bytes of each.
+            stem: Path of the files, to which a number is added.
+            most: Maximum size of a file in bytes.
         """
         self.made: list[Path] = []
         self._stem, self._most, self._left = stem, most, 0
 
     def writable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        """Append, beginning the next file where one is full."""
+        """Append, and start the next file when one is full."""
         rest = memoryview(data)
         while rest:
             if not self._left:
@@ -134,7 +136,7 @@ class Pieces(io.RawIOBase):
 
 
 def write_pieces(wheels: Sequence[Path], folder: Path, *, most: int) -> list[Path]:
-    """The wheels as one tar in several files; joined in the order of their names they are the tar."""
+    """Write the wheels as one tar in several files, to be concatenated in the order of their names."""
     out = Pieces(folder / "wheels.tar", most=most)
     with tarfile.open(fileobj=out, mode="w|", bufsize=CHUNK) as tar:
         for wheel in wheels:
@@ -143,7 +145,7 @@ def write_pieces(wheels: Sequence[Path], folder: Path, *, most: int) -> list[Pat
 
 
 def readme(names: Sequence[str], pieces: Sequence[Path], *, python: str) -> str:
-    """What the folder says of itself."""
+    """Return the folder's README."""
     lines = [
         f"Wheels for an x86_64 GPU machine with Python {python}, torch 2.11 or newer, and no network.",
         "",

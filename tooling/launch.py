@@ -1,7 +1,7 @@
-"""Checks the launch files of examples/launch without a cluster: scripts, images, sbatch directives and manifests.
+"""Check the launch files of examples/launch without a cluster: scripts, images, sbatch directives and manifests.
 
-`python tooling/launch.py [FOLDER]` runs ShellCheck and Hadolint, whose wheels hold the programs, and validates RayJobs:
-their pods with the schema of Kubernetes, the fields around them with `RAY_JOB`.
+`python tooling/launch.py [FOLDER]` runs ShellCheck and Hadolint, whose wheels contain the programs, and validates
+RayJobs: their pods with the schema of Kubernetes, the other fields with `RAY_JOB`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLAGS = {"type": "object", "additionalProperties": {"type": "string"}}
 
 
 def fields(required: str, **properties: Any) -> dict[str, Any]:
-    """A JSON schema of an object with these fields and no others; the required ones are named."""
+    """Return a JSON schema of an object with exactly these fields; `required` names the required ones."""
     return {
         "type": "object",
         "required": required.split(),
@@ -94,7 +94,7 @@ SBATCH = {
 
 
 def sbatch_problems(script: str) -> Iterator[str]:
-    """Directives that sbatch would refuse or ignore."""
+    """Yield problems of directives that sbatch would refuse or ignore."""
     is_header = True
     for number, line in enumerate(script.splitlines(), start=1):
         if match := re.match(r"(?:#+\s*SBATCH|#sbatch)\b(.*)", line):
@@ -112,13 +112,13 @@ def sbatch_problems(script: str) -> Iterator[str]:
 
 
 def ray_job_problems(job: Mapping[str, Any]) -> Iterator[str]:
-    """Fields around the pods of a RayJob that KubeRay would refuse or drop."""
+    """Yield problems of RayJob fields outside its pods that KubeRay would refuse or drop."""
     for error in jsonschema.Draft202012Validator(RAY_JOB).iter_errors(job):
         yield f"{error.json_path}: {error.message}"
 
 
 def pod_problems(job: Mapping[str, Any]) -> Iterator[str]:
-    """The first field of each pod that Kubernetes would refuse or drop."""
+    """Yield the first problem of each pod that Kubernetes would refuse or drop."""
     import kubernetes_validate  # only in the environment of `lint`
 
     cluster = job["spec"]["rayClusterSpec"]
@@ -131,7 +131,7 @@ def pod_problems(job: Mapping[str, Any]) -> Iterator[str]:
 
 
 def problems(folder: Path) -> Iterator[str]:
-    """Every problem of the launch files in a folder, except those that ShellCheck and Hadolint print themselves."""
+    """Yield the problems of the launch files in a folder, except those that ShellCheck and Hadolint print."""
     for script in sorted(folder.glob("*.sh")):
         yield from (f"{script.name}: {problem}" for problem in sbatch_problems(script.read_text()))
     for manifest in sorted(folder.glob("*.yaml")):

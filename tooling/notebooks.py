@@ -1,4 +1,4 @@
-"""Runs the example notebooks and saves them with their outputs.
+"""Run the example notebooks and save them with their outputs.
 
 `python tooling/notebooks.py [NOTEBOOK ...]` runs the named notebooks, or all in examples/, in a temporary folder.
 """
@@ -16,15 +16,15 @@ from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 600
-"""Longest time of a cell."""
+"""Maximum time of a cell in seconds."""
 
 
 def run_notebook(file: Path, *, folder: Path, skip: str = "") -> nbformat.NotebookNode:
-    """The notebook with the outputs of a new run.
+    """Run a notebook and return it with its outputs.
 
     Args:
         file: The notebook.
-        folder: The working folder of its cells.
+        folder: Working directory of the cells.
         skip: Cells with this tag do not run.
 
     Raises:
@@ -32,7 +32,7 @@ def run_notebook(file: Path, *, folder: Path, skip: str = "") -> nbformat.Notebo
         CellTimeoutError: A cell took too long.
     """
     notebook = nbformat.read(file, as_version=4)
-    with tempfile.TemporaryDirectory(prefix="kernel-") as sockets:  # TCP ports would be open to every local user
+    with tempfile.TemporaryDirectory(prefix="kernel-") as sockets:  # other local users could connect to TCP ports
         transport = {"transport": "ipc", "ip": str(Path(sockets, "kernel"))}
         client = NotebookClient(
             notebook,
@@ -43,8 +43,8 @@ def run_notebook(file: Path, *, folder: Path, skip: str = "") -> nbformat.Notebo
             resources={"metadata": {"path": str(folder)}},
             config=Config({"KernelManager": transport}),
         )
-        client.execute(env={**os.environ, "IPYTHONDIR": sockets})  # not the user's start-up files and history
-    notebook.metadata.language_info = {"name": "python"}  # without the version of this interpreter
+        client.execute(env={**os.environ, "IPYTHONDIR": sockets})  # ignore the user's start-up files and history
+    notebook.metadata.language_info = {"name": "python"}  # drop the version of this interpreter
     return notebook
 
 
@@ -54,7 +54,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
             notebook = run_notebook(file, folder=Path(folder))
         for cell in notebook.cells:
-            if cell.cell_type == "code":  # without the libraries' warnings, which describe the machine
+            if cell.cell_type == "code":  # drop the libraries' warnings, which depend on the machine
                 cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         nbformat.write(notebook, file)
         print(file)

@@ -1,4 +1,4 @@
-"""Our packages and apps as pyproject.toml describes them, and their releases as locks/released.toml lists them."""
+"""Our packages and apps, read from pyproject.toml, and their releases, read from locks/released.toml."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Project:
     Attributes:
         folder: Path inside the repository, such as packages/rl-core.
         name: Name of its distribution.
-        version: As written, which need not be a valid version.
-        python: Versions of Python that it accepts.
-        needs: What it declares, without extras.
-        extras: What each extra adds.
+        version: Version as written, which may be invalid.
+        python: Accepted versions of Python.
+        needs: Declared dependencies, without extras.
+        extras: Dependencies that each extra adds.
         commands: Names of its commands.
-        licences: Files that its metadata names as licences.
+        licences: Licence files named in its metadata.
     """
 
     folder: str
@@ -42,13 +42,13 @@ class Project:
 
     @property
     def module(self) -> str:
-        """Name that Python imports it by."""
+        """Name of the Python package."""
         return self.name.replace("-", "_")
 
 
 @dataclass(frozen=True)
 class Release:
-    """A version that was tagged, the commit of its tag, and what it declared then."""
+    """A tagged version, the commit of its tag, and its dependencies at that time."""
 
     name: str
     version: str
@@ -58,25 +58,25 @@ class Release:
 
     @property
     def tag(self) -> str:
-        """Name of its tag."""
+        """Name of the tag."""
         return f"{self.name}-v{self.version}"
 
     def as_toml(self) -> str:
-        """Its entry in locks/released.toml."""
+        """Return its entry in locks/released.toml."""
         fields = {"name": self.name, "version": self.version, "commit": self.commit, "python": self.python}
         lines = [f"{key} = {json.dumps(value)}" for key, value in {**fields, "needs": self.needs}.items()]
         return "\n".join(["\n[[release]]", *lines, ""])
 
 
 def read_projects(root: Path = ROOT) -> dict[str, Project]:
-    """All packages, then all apps, by name."""
+    """Return all packages, then all apps, by name."""
     paths = [*sorted(root.glob("packages/*/pyproject.toml")), *sorted(root.glob("apps/*/pyproject.toml"))]
     projects = [read_project(root, str(path.parent.relative_to(root))) for path in paths]
     return {project.name: project for project in projects}
 
 
 def read_project(root: Path, folder: str) -> Project:
-    """The project in a folder below the root."""
+    """Return the project in a folder below the root."""
     table = tomllib.loads((root / folder / "pyproject.toml").read_text())["project"]
     extras = table.get("optional-dependencies", {})
     return Project(
@@ -92,7 +92,7 @@ def read_project(root: Path, folder: str) -> Project:
 
 
 def with_needs(chosen: Sequence[Project], projects: dict[str, Project]) -> list[Project]:
-    """The chosen projects and all of ours that they need, in the order of `projects`."""
+    """Return the chosen projects and all of our projects that they need, in the order of `projects`."""
     wanted, waiting = set(), [project.name for project in chosen]
     while waiting:
         name = waiting.pop()
@@ -102,13 +102,13 @@ def with_needs(chosen: Sequence[Project], projects: dict[str, Project]) -> list[
 
 
 def read_releases(root: Path = ROOT) -> list[Release]:
-    """The releases that locks/released.toml lists, oldest first."""
+    """Return the releases in locks/released.toml, oldest first."""
     rows = tomllib.loads((root / RELEASED).read_text()).get("release", [])
     return [Release(**{**row, "needs": tuple(row["needs"])}) for row in rows]
 
 
 def last_release(name: str, root: Path = ROOT) -> tuple[Version, str] | None:
-    """The newest version of a project that the list or a tag names, and its commit; None before its first release."""
+    """Return a project's newest version in the list or in a tag, and its commit; None before its first release."""
     found = {Version(one.version): one.commit for one in read_releases(root) if one.name == name}
     for tag in git(root, "tag", "--list", f"{name}-v*").split():
         try:
@@ -119,7 +119,7 @@ def last_release(name: str, root: Path = ROOT) -> tuple[Version, str] | None:
 
 
 def git(root: Path, *words: str) -> str:
-    """What git says; an error shows its message."""
+    """Run git and return its output; an error contains its message."""
     done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"git {' '.join(words)} failed: {done.stderr.strip()}")

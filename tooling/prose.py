@@ -1,7 +1,7 @@
-"""Checks the English of documents, docstrings and messages with Harper, a grammar checker that runs offline.
+"""Check the English of documents, docstrings and messages with Harper, an offline grammar checker.
 
 `python tooling/prose.py [FILE ...]` checks the named files, or all documents and sources of the repository.
-tooling/prose has the accepted words, the phrases to avoid with their replacements, and Harper's rules.
+tooling/prose contains the accepted words, the phrases to avoid with their replacements, and Harper's rules.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ROOT / "tooling" / "prose"
 MIN_WORDS = 4
-"""A string in code counts as prose from this many words on."""
+"""Minimum number of words for a string in code to count as prose."""
 NAME = re.compile(r"\w*(?:\d|\w_\w|[a-z][A-Z]|[A-Z]{2})\w*|(?<!['\w])[B-HJ-Zb-hj-z]\b|\w*[µᵢⁿ]\w*")
-"""A word of a document that is a name, such as vLLM, GRPO or s."""
+"""Pattern of names in documents, such as vLLM, GRPO or s."""
 SYMBOLS = r"[\w./+*=:-]*(?:[_/=*\\<>{}\[\]|@#$%]|\w\.\w)[\w./+*=:()\[\]{}<>|@#$%-]*"
 CODE = re.compile(f"{SYMBOLS}|{NAME.pattern}")
-"""A word of a docstring that is code or a name."""
+"""Pattern of code and names in docstrings."""
 FIELD = re.compile(r"^(?:\*{0,2}\w+(?:, \*{0,2}\w+)*|[A-Z]\w+Error)(?: \([^)]*\))?: ")
-"""The name before an entry of Args, Returns or Raises in a docstring."""
+"""Pattern of the name before an entry of Args, Returns or Raises in a docstring."""
 Line = tuple[str, str, int]
-"""Text, the file it comes from, and its line there."""
+"""A text, its file, and its line number there."""
 
 
 def tracked_files() -> list[str]:
-    """Markdown files, Python sources and notebooks whose prose is checked."""
+    """Return the Markdown files, Python sources and notebooks to check."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md", "*.py", "*.ipynb"]
     files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return [
@@ -46,13 +46,13 @@ def tracked_files() -> list[str]:
 
 
 def python_lines(file: str, source: str) -> Iterator[Line]:
-    """The prose in a Python file, a paragraph for each docstring entry and each message."""
+    """Yield the prose in a Python file, with one paragraph per docstring entry and message."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             text = "".join(str(part.value) if isinstance(part, ast.Constant) else "x1" for part in node.values)
             for part in node.values:
                 if isinstance(part, ast.Constant):
-                    part.value = ""  # walked again on its own
+                    part.value = ""  # ast.walk visits it again
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value
         else:
@@ -64,14 +64,14 @@ def python_lines(file: str, source: str) -> Iterator[Line]:
 
 
 def is_prose(text: str) -> bool:
-    """True for a text of several words, nearly all of them made of letters."""
+    """Return True for a text of several words, most of them made of letters."""
     words = text.split()
     plain = [word for word in words if re.fullmatch(r"[(\"'`]*[A-Za-z][a-z'-]*[.,;:!?)\"'`]*", word)]
     return len(words) >= MIN_WORDS and len(plain) > len(words) * 0.6
 
 
 def paragraph_line(line: str, file: str, number: int) -> Iterator[Line]:
-    """A docstring's line as Markdown: names as code, and each entry of a section a paragraph of its own."""
+    """Yield a docstring's line as Markdown: names become code, and each entry of a section its own paragraph."""
     if line in ("Args:", "Returns:", "Raises:", "Yields:", "Attributes:") or line.startswith(("->", "<-")):
         yield "", file, number
         return
@@ -82,13 +82,13 @@ def paragraph_line(line: str, file: str, number: int) -> Iterator[Line]:
 
 
 def without_names(line: str, names: re.Pattern[str]) -> str:
-    """The line with code in place of names, so that only words are spelled."""
+    """Replace names in a line with code, so that only words are spell-checked."""
     parts = re.split(r"(`[^`]*`)", line)
     return "".join(part if part[:1] == "`" else names.sub("`x`", part) for part in parts).replace("`'s", "`")
 
 
 def document_lines(file: str) -> Iterator[Line]:
-    """The prose of a file as lines of Markdown."""
+    """Yield the prose of a file as lines of Markdown."""
     source = (ROOT / file).read_text()
     if file.endswith(".ipynb"):
         cells = [cell for cell in json.loads(source)["cells"] if cell["cell_type"] == "markdown"]
@@ -97,13 +97,13 @@ def document_lines(file: str) -> Iterator[Line]:
         yield from python_lines(file, source)
     else:
         for number, line in enumerate(source.splitlines(), start=1):
-            ends = line.replace("; ", ". ") if line.startswith("|") else line  # a cell lists; it is no sentence
+            ends = line.replace("; ", ". ") if line.startswith("|") else line  # table cells are lists, not sentences
             yield without_names(ends, NAME), file, number
     yield "", file, 0
 
 
 def phrase_rules(phrases: Mapping[str, str]) -> dict[str, str]:
-    """Rules in Weir, Harper's language, by name: one for each phrase; its message is the replacement."""
+    """Return a rule in Weir, Harper's rule language, for each phrase; its message is the replacement."""
     return {
         f"Phrase{number}": (
             f'expr main ({phrase})\nlet message "Say: {say}."\nlet description "An odd phrase."\n'
@@ -114,7 +114,7 @@ def phrase_rules(phrases: Mapping[str, str]) -> dict[str, str]:
 
 
 def findings(files: Sequence[str]) -> list[tuple[str, int, str, str, str]]:
-    """What Harper reports of the files: file, line, rule, text and message of each."""
+    """Run Harper on the files and return the file, line, rule, text and message of each finding."""
     settings = tomllib.loads((SETTINGS / "rules.toml").read_text())
     rules = phrase_rules(settings["phrases"])
     documents = [
@@ -151,7 +151,7 @@ def findings(files: Sequence[str]) -> list[tuple[str, int, str, str, str]]:
 
 
 def main() -> None:
-    """Print each finding; exit with 1 when there is one. `--count` prints the number by rule."""
+    """Print each finding and exit with 1 if there are any. `--count` prints the number by rule."""
     words = [word for word in sys.argv[1:] if word != "--count"]
     found = findings(words or tracked_files())
     if "--count" in sys.argv:

@@ -1,4 +1,4 @@
-"""The Pythons that the project supports, and where this machine has them."""
+"""Supported Python versions, and where to find them on this machine."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ if TYPE_CHECKING:
     import nox
 
 PYTHONS = ("3.11", "3.12", "3.13")
-"""Everything in locks/cpu.txt runs on these; megatron-core has no wheels for newer ones."""
+"""Versions on which everything in locks/cpu.txt runs; megatron-core has no wheels for newer ones."""
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python to make environments with."""
+    """A Python interpreter for creating environments."""
 
     program: str
     version: str
-    """`sys.version`: two builds of one version differ in it."""
+    """`sys.version`, which distinguishes builds of the same version."""
     prefix: str
-    """Its installation, also when `program` lies in an environment."""
+    """Prefix of the installation, even if `program` is in an environment."""
 
     @property
     def minor(self) -> str:
-        """Such as "3.12"."""
+        """Minor version, such as "3.12"."""
         return ".".join(self.version.split(".")[:2])
 
 
 HERE = Interpreter(sys.executable, sys.version, sys.base_prefix)
-"""The one that nox runs on."""
+"""The interpreter that runs nox."""
 
 
 def find_python(minor: str) -> Interpreter | None:
-    """Look for a CPython such as "3.12": where nox runs, on PATH, in pyenv's versions, then in uv's.
+    """Find a CPython such as "3.12": that of nox, then on PATH, in pyenv, then in uv.
 
     Raises:
-        ImportError: nox is too old to bring the library python-discovery.
+        ImportError: nox is too old to depend on the library python-discovery.
     """
     if minor == HERE.minor:
         return HERE
@@ -57,7 +57,7 @@ def find_python(minor: str) -> Interpreter | None:
 
 
 def needed_python(session: nox.Session, minor: str) -> Interpreter:
-    """As `find_python`; the session ends where there is none."""
+    """Like `find_python`, but end the session if there is none."""
     found = find_python(minor)
     if found is None:
         session.error(f"There is no Python {minor} on PATH, in pyenv or in uv; {how_to_get(minor)}")
@@ -65,12 +65,12 @@ def needed_python(session: nox.Session, minor: str) -> Interpreter:
 
 
 def other_pythons() -> tuple[list[str], list[str]]:
-    """The supported Pythons that nox does not run on: those that are here, and those that are not."""
+    """Return the supported versions other than nox's own: those found, and those missing."""
     others = [minor for minor in PYTHONS if minor != HERE.minor]
     found = [minor for minor in others if find_python(minor)]
     return found, [minor for minor in others if minor not in found]
 
 
 def how_to_get(minor: str) -> str:
-    """Advice for one that is not here."""
+    """Return advice for a missing version."""
     return f"get it with `pyenv install {minor}` or `uv python install {minor}`."

@@ -1,4 +1,4 @@
-"""The verb `release`: checks projects, builds them from a commit, tries them in empty environments, and tags them."""
+"""The nox session `release`: check projects, build them from a commit, try them in empty environments, tag them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tooling.release_steps import is_new, tag_release, write_changelog
 
 DIST = ROOT / "dist"
 LIMIT_S, LIMIT_WITH_TORCH_S = 60.0, 120.0
-"""How long it should take to install a project into an empty environment, import it and run its commands."""
+"""Maximum time to install a project into an empty environment, import it and run its commands."""
 
 
 def release_projects(session: nox.Session) -> None:
-    """Do what `nox -s release` is asked to do."""
+    """Run the steps that the arguments of `nox -s release` select."""
     projects = read_projects()
     options = read_options(session.posargs, projects)
     tools = ensure(session, TOOLS)
@@ -55,7 +55,7 @@ def release_projects(session: nox.Session) -> None:
 
 
 def read_options(words: Sequence[str], projects: dict[str, Project]) -> argparse.Namespace:
-    """The arguments of the verb."""
+    """Parse the arguments of the session."""
     parser = argparse.ArgumentParser(prog="nox -s release --")
     names = f"one of {', '.join(projects)}; without a name, all whose version is not released yet"
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
@@ -70,7 +70,7 @@ def read_options(words: Sequence[str], projects: dict[str, Project]) -> argparse
 
 
 def check(session: nox.Session, chosen: Sequence[Project], projects: dict[str, Project]) -> None:
-    """End the session when something must change before a release."""
+    """End the session if something must change before a release."""
     names = {project.name for project in chosen}
     found = {one.name: mistakes_of(one, projects, ROOT) + need_mistakes(one, names, projects, ROOT) for one in chosen}
     mistakes = [f"{name}: {line}" for name, lines in found.items() for line in lines]
@@ -80,21 +80,22 @@ def check(session: nox.Session, chosen: Sequence[Project], projects: dict[str, P
 
 
 def commit_of(project: Project, chosen: Sequence[Project]) -> str:
-    """The commit to build: HEAD of what is to be released, else the last release, which its users will have."""
+    """Return the commit to build: HEAD for a project to release, else its last release, which users have."""
     last = None if project in chosen else last_release(project.name)
     return last[1] if last else "HEAD"
 
 
 def build(session: nox.Session, tools: str, names: Sequence[str]) -> None:
-    """Empty `dist`, and build and check wheel and sdist of each project there; NAME@COMMIT builds a commit."""
+    """Empty `dist`, then build and check the wheel and sdist of each project there; NAME@COMMIT builds a commit."""
     shutil.rmtree(DIST, ignore_errors=True)
     session.run(tools, "-m", "tooling.distributions", str(DIST), *names)
 
 
 def try_from_index(session: nox.Session, project: Project, projects: dict[str, Project]) -> None:
-    """Install a project into an empty environment with `dist` as the index of ours, import it and run its commands.
+    """Install a project into an empty environment with our packages from `dist`, import it and run its commands.
 
-    Libraries come first, from pip's own sources: with both at once, pip takes a stranger's newer package of our name.
+    Libraries are installed first, from pip's configured indexes: with both sources at once, pip would prefer a newer
+    package from the index that has the name of ours.
     """
     needed = [need for one in with_needs([project], projects) for need in one.needs if need.name not in projects]
     has_torch = any(need.name == "torch" for need in needed)
@@ -118,7 +119,7 @@ def try_from_index(session: nox.Session, project: Project, projects: dict[str, P
 
 
 def ask_index(session: nox.Session, tools: str, project: Project) -> None:
-    """Say whether the package index has the name: before we publish there, only a stranger's package can have it."""
+    """Log whether the package index has the name: before we publish there, it can only be someone else's package."""
     ask = (tools, "-m", "pip", "index", "versions", "--pre", "--ignore-requires-python", "--json")
     said = str(session.run(*ask, project.name, silent=True, success_codes=[0, 1], log=False))
     if '"versions"' in said:
@@ -127,4 +128,4 @@ def ask_index(session: nox.Session, tools: str, project: Project) -> None:
     elif "No matching distribution" in said:
         session.log(f"The package index has no {project.name}: the name is free.")
     else:
-        session.warn(f"No package index says whether it has {project.name}: {said.strip()[-200:]}")
+        session.warn(f"No package index answered whether it has {project.name}: {said.strip()[-200:]}")

@@ -1,4 +1,4 @@
-"""What must be true before a project is released; `nox -s release` checks it before it builds anything."""
+"""Checks of a project before its release; `nox -s release` runs them before it builds anything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tooling.projects import Project, git, last_release
 
 
 def mistakes_of(project: Project, projects: dict[str, Project], root: Path) -> list[str]:
-    """What must change before a project can be released, a sentence each."""
+    """Return what must change before a project can be released, one sentence each."""
     return [
         *version_mistakes(project, root),
         *commit_mistakes(project, root),
@@ -22,7 +22,7 @@ def mistakes_of(project: Project, projects: dict[str, Project], root: Path) -> l
 
 
 def need_mistakes(project: Project, chosen: Collection[str], projects: dict[str, Project], root: Path) -> list[str]:
-    """What a project needs of ours is released with it, or has a release that fits."""
+    """Check that each of our packages that a project needs is released with it or has a matching release."""
     mistakes = []
     for need in project.needs:
         if need.name not in projects or need.name in chosen:
@@ -35,7 +35,7 @@ def need_mistakes(project: Project, chosen: Collection[str], projects: dict[str,
 
 
 def version_mistakes(project: Project, root: Path) -> list[str]:
-    """A version is X.Y.Z, and newer than the last release unless nothing has changed since that one."""
+    """Check that the version is X.Y.Z and newer than the last release, unless nothing has changed since."""
     where = f"version in {project.folder}/pyproject.toml"
     try:
         version = Version(project.version)
@@ -59,7 +59,7 @@ def version_mistakes(project: Project, root: Path) -> list[str]:
 
 
 def commit_mistakes(project: Project, root: Path) -> list[str]:
-    """A release is built from a commit, so nothing may wait to be committed."""
+    """Check that all changes are committed, because a release is built from a commit."""
     changed = git(root, "status", "--porcelain", "--", project.folder).splitlines()
     if changed:
         return [f"{len(changed)} files in {project.folder} are not committed, such as {changed[0][3:]}. Commit them."]
@@ -67,7 +67,7 @@ def commit_mistakes(project: Project, root: Path) -> list[str]:
 
 
 def changelog_mistakes(project: Project, root: Path) -> list[str]:
-    """The changelog has a section for the version, and no fragment waits."""
+    """Check that the changelog has a section for the version and that no fragments are left."""
     mistakes = []
     if waiting := fragments(project, root):
         mistakes.append(f"{len(waiting)} fragments in {project.folder}/changes are not in CHANGELOG.md")
@@ -77,19 +77,19 @@ def changelog_mistakes(project: Project, root: Path) -> list[str]:
 
 
 def fragments(project: Project, root: Path) -> list[Path]:
-    """Changes that are not in the changelog yet."""
+    """Return the fragments that are not in the changelog yet."""
     return sorted((root / project.folder / "changes").glob("*.md"))
 
 
 def has_section(project: Project, root: Path) -> bool:
-    """Whether the changelog has a section for the project's version."""
+    """Return True if the changelog has a section for the project's version."""
     heading = rf"^## {re.escape(project.version)} \(\d{{4}}-\d\d-\d\d\)$"
     text = (root / project.folder / "CHANGELOG.md").read_text()
     return re.search(heading, text, flags=re.MULTILINE) is not None
 
 
 def bound_mistakes(project: Project, projects: dict[str, Project]) -> list[str]:
-    """Each of ours that a project needs has a lower bound, and an upper one at the next breaking version or before."""
+    """Check that needed packages of ours have a lower bound, and an upper one up to the next breaking version."""
     mistakes = []
     for need in project.needs:
         if need.name not in projects:
@@ -111,5 +111,5 @@ def bound_mistakes(project: Project, projects: dict[str, Project]) -> list[str]:
 
 
 def next_breaking(version: Version) -> Version:
-    """The next version that may break what works with this one: 0.2 after 0.1.3, 2 after 1.4.0."""
+    """Return the next version that may be incompatible: 0.2 after 0.1.3, 2 after 1.4.0."""
     return Version(str(version.major + 1) if version.major else f"0.{version.minor + 1}")

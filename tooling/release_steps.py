@@ -1,4 +1,4 @@
-"""What a release changes in the repository: the changelog before it, the tag and the list of releases after it."""
+"""Repository changes of a release: the changelog before it, the tag and the list of releases after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tooling.release_checks import fragments
 
 
 def write_changelog(project: Project, root: Path, python: str) -> str:
-    """Turn a project's fragments into its version's section; gives what was done.
+    """Turn a project's fragments into its version's section; return a summary.
 
     Args:
         project: The project.
@@ -20,7 +20,7 @@ def write_changelog(project: Project, root: Path, python: str) -> str:
         python: Interpreter that has towncrier.
 
     Raises:
-        RuntimeError: towncrier fails, such as for a version that has a section already.
+        RuntimeError: towncrier fails, for example because the version already has a section.
     """
     waiting, done = fragments(project, root), ""
     if not waiting:
@@ -38,13 +38,13 @@ def write_changelog(project: Project, root: Path, python: str) -> str:
 
 
 def is_new(project: Project, root: Path) -> bool:
-    """Whether a project's version is not released yet."""
+    """Return True if a project's version is not released yet."""
     last = last_release(project.name, root)
     return last is None or str(last[0]) != project.version
 
 
 def tag_release(project: Project, root: Path, files: Sequence[Path]) -> str:
-    """Tag HEAD with the digests of a project's files, and list the release; gives the tag."""
+    """Tag HEAD with the digests of a project's files, list the release, and return the tag."""
     ours = read_projects(root)
     needs = tuple(str(need) for need in project.needs if need.name in ours)
     release = Release(project.name, project.version, git(root, "rev-parse", "HEAD").strip(), project.python, needs)

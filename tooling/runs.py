@@ -1,4 +1,4 @@
-"""Runs pytest, runs sessions side by side, and prints the summary at the end."""
+"""Run pytest, run sessions in parallel, and print the summary at the end."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tooling.environments import ROOT, STARTS
 
 LOGS = ROOT / ".nox" / "log"
 TIMES = "RL_TEST_TIMES"
-"""Variable that names the file to which each pytest run appends its tests' durations."""
+"""Variable with the file to which each pytest run appends its tests' durations."""
 STOP_S = 120.0  # after Ctrl-C a child may still write its checkpoint
 TEST_ENV = {
-    "OMP_NUM_THREADS": "1",  # two processes with two threads each starve one another on two cores
+    "OMP_NUM_THREADS": "1",  # two processes with two threads each would starve each other on two cores
     "HF_HUB_OFFLINE": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -42,7 +42,7 @@ def run_pytest(session: nox.Session, python: str, *arguments: str) -> None:
 @contextlib.contextmanager
 def summary(session: nox.Session) -> Iterator[None]:
     """Log total time, processor time, the number of Python processes and the ten slowest tests."""
-    if TIMES in os.environ:  # the nox that started this one logs it
+    if TIMES in os.environ:  # the parent nox logs it
         yield
         return
     began = time.monotonic()
@@ -67,23 +67,23 @@ def summary(session: nox.Session) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Job:
-    """A nox session that runs in a process of its own and writes its output to a log."""
+    """A nox session in a separate process, with its output in a log."""
 
     session: str
     words: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """Such as "unit rl-core"."""
+        """Session and arguments, such as "unit rl-core"."""
         return " ".join((self.session, *self.words))
 
     @property
     def log(self) -> Path:
-        """File with its output."""
+        """File with the output."""
         return LOGS / (re.sub(r"[^\w.]+", "-", self.name) + ".txt")
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start it in its own session, so that Ctrl-C reaches it only once, from `end`."""
+        """Start it in its own process group, so that Ctrl-C reaches it only once, from `end`."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "nox", "--session", self.session, "--", *self.words]
         with self.log.open("wb") as output:
@@ -93,7 +93,7 @@ class Job:
 
 
 def run_jobs(session: nox.Session, jobs: Sequence[Job], *, at_once: int) -> None:
-    """Run jobs side by side; print a failed job's output at once, and fail when all have ended."""
+    """Run jobs in parallel; print a failed job's output at once, and fail after all have ended."""
     waiting, failed = list(jobs), []
     running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
     try:
@@ -111,7 +111,7 @@ def run_jobs(session: nox.Session, jobs: Sequence[Job], *, at_once: int) -> None
                     session.log(f"{job.name} passed {took}")
                     continue
                 failed.append(job.name)
-                session.log(f"{job.name} FAILED {took}; it said:\n{job.log.read_text(errors='replace')}")
+                session.log(f"{job.name} FAILED {took}; its output:\n{job.log.read_text(errors='replace')}")
     finally:
         end([process for process, _ in running.values()])
     if failed:
@@ -129,4 +129,4 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait(max(0.0, ends_at - time.monotonic()))
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.wait()  # no deadline: the kernel ends a killed process

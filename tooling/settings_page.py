@@ -1,4 +1,4 @@
-"""Writes docs/settings.md, every setting with its type, default and meaning: `nox -s docs -- --settings`."""
+"""Write docs/settings.md, every setting with its type, default and meaning: `nox -s docs -- --settings`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ choice, such as a teacher's."""
 
 
 def page() -> str:
-    """The page's text."""
+    """Return the page's text."""
     return "\n".join((HEAD, *(line for section in AsyncSettings.model_fields for line in section_lines(section))))
 
 
 def section_lines(section: str) -> Iterator[str]:
-    """Heading and table of a section."""
+    """Yield the heading and table of a section."""
     kind = AsyncSettings.model_fields[section].annotation
     meaning = (inspect.getdoc(kind) or "").partition("\n")[0]
     alone = "" if section in Settings.model_fields else " Only in the asynchronous trainer."
@@ -49,7 +49,7 @@ def section_lines(section: str) -> Iterator[str]:
 
 
 def row(setting: SettingField) -> str:
-    """A setting's row."""
+    """Return a setting's row."""
     is_required = setting.default is dataclasses.MISSING
     default = "required" if is_required else f"default `{written(setting.default) or '(empty)'}`"
     resume = " *Resume.*" if setting.name in changeable_on_resume(AsyncSettings) else ""
@@ -61,7 +61,7 @@ def row(setting: SettingField) -> str:
 
 
 def escaped(text: str) -> str:
-    """Words of a docstring, in which only code spans have a meaning of their own."""
+    """Return a docstring's text with Markdown syntax escaped outside code spans."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(part if index % 2 else re.sub(r"([<*\[\]])", r"\\\1", part) for index, part in enumerate(parts))
 

@@ -1,4 +1,4 @@
-"""One side of benchmarks/distillation.py: lines of JSON, an answer to each request.
+"""One side of benchmarks/distillation.py, which answers requests in lines of JSON.
 
     -> (started)                            <- "ready"
     -> {"operation": "step", "seed": n}     <- {"step_s", "peak_bytes", "start_bytes", "loss", "grad_norm_hidden", ...}
@@ -32,7 +32,7 @@ from rl_distill.objectives import (
 
 
 def ours(step: Step, matrix: Tensor) -> Tensor:
-    """As the Megatron learner does where distillation is all, the metrics of it among that."""
+    """Compute the loss as the Megatron learner does for pure distillation, including its metrics."""
     teacher = TeacherTokens(
         logprobs=torch.cat([step.logprobs[:, :1], step.logprobs], 1),
         ids=torch.cat([step.ids[:, :1], step.ids], 1),
@@ -52,7 +52,7 @@ def ours(step: Step, matrix: Tensor) -> Tensor:
 
 
 def full_softmax(step: Step, matrix: Tensor) -> Tensor:
-    """The plain way: the log-softmax of all logits; the top k and the remaining mass are compared."""
+    """Compute the log-softmax of all logits, and compare the top k and the remaining mass."""
     log_q = torch.log_softmax((step.hidden @ matrix.T).float(), -1).gather(-1, step.ids)
     log_p = step.logprobs
     top = (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -64,7 +64,7 @@ SIDES: dict[str, Callable[[Step, Tensor], Tensor]] = {"ours": ours, "full_softma
 
 
 def main() -> int:
-    """Answer requests until there are no more, and give the exit status."""
+    """Answer requests until there are no more, and return the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--side", choices=list(SIDES), required=True)
     parser.add_argument("--preset", choices=list(PRESETS), required=True)
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def timed_step(loss_of: Callable[[Step, Tensor], Tensor], step: Step, matrix: Tensor) -> dict[str, Any]:
-    """Forward and backward, to gradients of hidden states and matrix; their time, and the memory that they took."""
+    """Run forward and backward to the gradients of hidden states and matrix; measure time and memory."""
     step.hidden.requires_grad_()
     matrix.grad = None
     start_bytes = begin_peak()
@@ -113,20 +113,20 @@ def timed_step(loss_of: Callable[[Step, Tensor], Tensor], step: Step, matrix: Te
 
 
 def gradient_norm(tensor: Tensor) -> float:
-    """Of the gradient that came back."""
+    """Return the norm of the gradient."""
     if tensor.grad is None:
-        raise RuntimeError("no gradient came back")
+        raise RuntimeError("there is no gradient")
     return float(tensor.grad.float().norm())
 
 
 def wait_for_device() -> None:
-    """Wait until a GPU, where there is one, has done what it was given."""
+    """Wait until the GPU, if there is one, has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def begin_peak() -> int:
-    """Forget the peak so far; gives the bytes that are held now."""
+    """Reset the peak memory; return the bytes in use."""
     wait_for_device()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -136,12 +136,12 @@ def begin_peak() -> int:
 
 
 def peak_bytes() -> int:
-    """Most that was held since: of a GPU what tensors took, else resident in all."""
+    """Return the peak since then: that of tensors on a GPU, else resident memory."""
     return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else status_bytes("VmHWM")
 
 
 def status_bytes(name: str) -> int:
-    """A field of this process's status."""
+    """Return a field of this process's status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(dict(line.split(":", 1) for line in lines)[name].split()[0]) * 1024
 

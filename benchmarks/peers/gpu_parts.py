@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py measures beside steps: publishing weights with proof, the top-k divergence, the queue."""
+"""Measurements of benchmarks/gpu.py other than steps: proven weight updates, top-k divergence, the queue."""
 
 import asyncio
 import gc
@@ -40,12 +40,12 @@ CANARY_TOKENS, NUM_CANARIES = 32, 4
 
 
 class Published:
-    """A learner's weights to the transformers engine, with the whole proof."""
+    """Weight updates from a learner to the transformers engine, with the whole proof."""
 
     def __init__(self, job: Job) -> None:
-        """Load the learner, and take a step, so that its weights are not those of the folder."""
+        """Load the learner and run a step, so that its weights differ from the folder's."""
         self._job = job
-        # Everything made again in the one step: learner and engine share the memory that transformers' training needs.
+        # Full recomputation in the one step: learner and engine share the memory that transformers' training needs.
         options = LearnerOptions(
             dtype="bfloat16", learning_rate=1e-4, recompute="full", num_threads=torch.get_num_threads()
         )
@@ -56,7 +56,7 @@ class Published:
         give_back_memory()
 
     def measure(self, row: str) -> Values:
-        """Seconds from the learner's weights to their proof, the engine's canary among it; the median round's.
+        """Return the median seconds from the learner's weights to their proof, including the engine's canary.
 
         Args:
             row: "publish_and_prove", to an engine in this process, or "to_a_process", which opens the same memory.
@@ -116,22 +116,22 @@ class Published:
 
 
 def give_back_memory() -> None:
-    """What torch holds and no tensor has, so that another process can have it."""
+    """Release torch's cached memory, so that another process can use it."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 class Distilled:
-    """The top-k divergence of a vocabulary of 151,936, in chunks and by the full softmax."""
+    """Top-k divergence over a vocabulary of 151,936, in chunks and with the full softmax."""
 
     def __init__(self, job: Job) -> None:
-        """Make the output matrix."""
+        """Create the output matrix."""
         self._preset = PRESETS["tiny" if job.is_short else "gpu"]
         self._device = job.device
         self._matrix = make_matrix(self._preset, job.device).requires_grad_()
 
     def measure(self, row: str) -> Values:  # noqa: ARG002 - there is one
-        """Tokens a second of ours, and the ratios to the full softmax."""
+        """Return our tokens per second, and the ratios to the full softmax."""
         found = {}
         for side, loss_of in SIDES.items():
             steps = [
@@ -170,7 +170,7 @@ class Queued:
         self._queue = SharedMemoryQueue([TASK])
 
     def measure(self, row: str) -> Values:  # noqa: ARG002 - there is one
-        """GB/s of a put, and from the lease until all columns are on the device; the median round's."""
+        """Return the median GB/s of a put, and from the lease until all columns are on the device."""
         rounds = [self._round(number) for number in range(ROUNDS + 1)][1:]
         num_bytes = rounds[0]["num_bytes"]
         put_s, taken_s = (median(of[name] for of in rounds) for name in ("put_s", "taken_s"))

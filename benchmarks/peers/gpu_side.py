@@ -1,9 +1,9 @@
-"""A group of benchmarks/gpu.py: loads what its measurements need, makes one after the other, and tells each at once.
+"""Process of a group in benchmarks/gpu.py: load models, make the measurements, and report each at once.
 
     python gpu_side.py JOB, a file with the fields of `Job` in JSON
         <- {"row": name} as one begins, then {"row": name, "values": {...}} or {"row": name, "error": "..."}
 
-What cannot even be loaded is the error of every row. The exit status is 0 as long as the process itself lives.
+If loading fails, every row gets the error. The exit status is 0 unless the process itself dies.
 """
 
 import contextlib
@@ -39,22 +39,22 @@ from rl_distill.testing import install_cpu_kernels
 
 Values = dict[str, Any]
 ENOUGH_S = 10.0
-"""Seconds of timed steps after which no further one is timed."""
+"""Seconds of timed steps after which no further step is timed."""
 _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
-"""Words of errors that are no `torch.OutOfMemoryError`: of cuBLAS, and of the driver."""
+"""Texts of out-of-memory errors from cuBLAS and the driver, which are not `torch.OutOfMemoryError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What the group is told.
+    """The job of a group.
 
     Attributes:
-        kind: What measures, of `KINDS`.
+        kind: Kind of measurement, a key of `KINDS`.
         rows: Names of the measurements.
-        config: The policy's config.json; empty where there is none.
+        config: The policy's config.json; empty without a policy.
         policy: Its folder.
-        is_short: Tiny sizes, and one step of each.
-        peak_flops: Of the GPU, dense, in bfloat16; None where that is not known.
+        is_short: Tiny sizes, and one step per measurement.
+        peak_flops: Dense bfloat16 peak of the GPU; None if unknown.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class Job:
 
 
 class Side(Protocol):
-    """What a kind of groups has loaded."""
+    """The loaded models of a kind of group."""
 
     def measure(self, row: str) -> Values:
         """One measurement."""
@@ -81,29 +81,29 @@ class Side(Protocol):
 
 
 class Trained:
-    """Steps of a learner: as much is made again in the backward pass as the memory asks for."""
+    """Steps of a learner, with as much recomputation in the backward pass as the memory requires."""
 
     trained_bytes = TRAINED_BYTES
 
     def __init__(self, job: Job) -> None:
-        """Build nothing yet: the first row says what is needed."""
+        """Build nothing yet, because the first row determines what is needed."""
         self._job = job
         self._mode = ""
         self._side: Any = None
         self._is_warm = False
 
     def measure(self, row: str) -> Values:
-        """Tokens a second and MFU of a workload.
+        """Return the tokens per second and MFU of a workload.
 
         Raises:
-            torch.OutOfMemoryError: It does not fit, however much is made again.
+            torch.OutOfMemoryError: It does not fit even with full recomputation.
         """
         for mode, budget in self._ways(row):
             found = self._attempt(row, mode, budget)
             if found is not None:
                 return found
-            self.close()  # only now: the error's traceback held what was computed
-        raise torch.OutOfMemoryError(f"{row} does not fit, with everything made again in the backward pass too.")
+            self.close()  # only now, because the error's traceback held tensors
+        raise torch.OutOfMemoryError(f"{row} does not fit, even with full recomputation in the backward pass.")
 
     def _attempt(self, row: str, mode: str, budget: int) -> Values | None:
         try:
@@ -124,7 +124,7 @@ class Trained:
             torch.cuda.empty_cache()
 
     def _ways(self, row: str) -> list[tuple[str, int]]:
-        """What is made again, and tokens of a micro-batch, that may fit, the most wanted first."""
+        """Yield recomputation modes and micro-batch tokens that may fit, the best first."""
         config, budget = self._job.config, preset_of(self._job.config, row, is_short=self._job.is_short).budget
         if self._job.device.type == "cpu":
             return [("none", budget)]
@@ -138,7 +138,7 @@ class Trained:
         return [("none", budget), ("none", budget // 2), ("full", budget)]
 
     def _kept_bytes(self, mode: str, num_tokens: int) -> float:  # noqa: ARG002 - ours has more modes
-        """About what a micro-batch keeps for its backward pass, where not all is made again."""
+        """Estimate the bytes that a micro-batch keeps for its backward pass without full recomputation."""
         return activation_bytes(self._job.config, num_tokens)
 
     def _measured(self, row: str, mode: str, budget: int) -> Values:
@@ -154,7 +154,7 @@ class Trained:
             self._side, self._mode = self._open(mode), mode
 
     def _timed(self, row: str, step: Callable[[Rows], Any]) -> Values:
-        """Times of a workload's steps; the first ones, in which kernels are compiled, do not count."""
+        """Return the times of a workload's steps, without the first ones, which compile kernels."""
         num_warm, num_timed = 1 if self._is_warm or self._job.is_short else 2, 1 if self._job.is_short else 3
         config, side = self._job.config, _Stepped(step)
         answers: list[Values] = []
@@ -182,7 +182,7 @@ class Trained:
         raise NotImplementedError
 
     def _packing(self, budget: int) -> Callable[[Rows], Any]:
-        """The side's step, with micro-batches of so many tokens."""
+        """Return the side's step, with a number of tokens per micro-batch."""
         self._side.budget = budget
         step: Callable[[Rows], Any] = self._side.step
         return step
@@ -196,13 +196,13 @@ class Trained:
 
 @dataclass
 class _Stepped:
-    """A step that `timed_step` can call."""
+    """Return a step for `timed_step`."""
 
     step: Callable[[Rows], Any]
 
 
 class Ours(Trained):
-    """Our Megatron learner; in the short form with what it takes on a GPU, by kernels for tests where there is none."""
+    """Our Megatron learner; in the short form without a GPU, test kernels replace those of the GPU."""
 
     kernels = "auto"
     trained_bytes = OUR_TRAINED_BYTES
@@ -214,7 +214,7 @@ class Ours(Trained):
         return our_activation_bytes(self._job.config, num_tokens, is_selective=mode == "selective")
 
     def _measured(self, row: str, mode: str, budget: int) -> Values:
-        """As `Trained`'s; where rows share tokens also row by row, or the bound of that."""
+        """As in `Trained`; with shared prefixes also row by row, or their bound."""
         if row == "bound":
             return {"bound": self._bound(mode, budget)}
         found = super()._measured(row, mode, budget)
@@ -229,7 +229,7 @@ class Ours(Trained):
         self._ready(mode)
         self._side.repack(tokens=budget, shares=False)
         rows = make_rows("bound", self._job.config, seed=0, is_short=self._job.is_short)
-        self._side.step(rows)  # what is compiled is not measured
+        self._side.step(rows)  # compiles, so it is not measured
         bound: float = self._side.bound(rows)
         return bound
 
@@ -247,7 +247,7 @@ class Ours(Trained):
         return Learner(Path(self._job.policy), preset, **options)
 
     def _about(self) -> Values:
-        """Whether the fused passes are compiled, and which flash attention runs."""
+        """Return whether the fused passes are compiled, and which flash attention runs."""
         named = getattr(torch.nn.attention, "current_flash_attention_impl", None)
         has_gpu = self._job.device.type == "cuda"
         flash = ((named() if named is not None else None) or "FA2") if has_gpu else None
@@ -270,10 +270,10 @@ class OursOnTransformerEngine(Ours):
 
 
 class Transformers(Trained):
-    """transformers, with flash attention where that is installed."""
+    """transformers, with flash attention if it is installed."""
 
     def _kept_bytes(self, mode: str, num_tokens: int) -> float:
-        """As `Trained`'s, and what torch keeps of norms and rotations in float32."""
+        """As in `Trained`, plus torch's float32 copies of norms and rotations."""
         return 1.6 * super()._kept_bytes(mode, num_tokens)
 
     def _open(self, mode: str) -> Any:
@@ -292,7 +292,7 @@ class Transformers(Trained):
 
 
 class Megatron(Trained):
-    """megatron-core's own model and layers: on a GPU those of Transformer Engine."""
+    """megatron-core's own model and layers; on a GPU those of Transformer Engine."""
 
     def _open(self, mode: str) -> Any:
         from megatron_model import MegatronModel
@@ -307,7 +307,7 @@ class Megatron(Trained):
 
 
 def parts(name: str) -> Callable[[Job], Side]:
-    """A kind that `gpu_parts.py` has, loaded when it is needed."""
+    """Return a kind from `gpu_parts.py`, imported on demand."""
 
     def opened(job: Job) -> Side:
         import gpu_parts
@@ -330,7 +330,7 @@ KINDS: dict[str, Callable[[Job], Side]] = {
 
 
 def run_group(job: Job, tell: Callable[[Mapping[str, Any]], None]) -> None:
-    """Make the measurements; an error of one is told, and the next is made all the same."""
+    """Make the measurements; report an error and continue with the next."""
     try:
         side = KINDS[job.kind](job)
     except Exception as error:
@@ -341,7 +341,7 @@ def run_group(job: Job, tell: Callable[[Mapping[str, Any]], None]) -> None:
     for row in job.rows:
         tell({"row": row})
         try:
-            # A compiler takes longer than the whole short form, and has tests of its own.
+            # Compiling takes longer than the whole short form, and has its own tests.
             with torch.compiler.set_stance("force_eager") if job.is_short else contextlib.nullcontext():
                 values = side.measure(row)
         except Exception as error:
@@ -349,15 +349,15 @@ def run_group(job: Job, tell: Callable[[Mapping[str, Any]], None]) -> None:
             tell({"row": row, "error": _described(error)})
         else:
             tell({"row": row, "values": values})
-    with contextlib.suppress(Exception):  # what was measured has been told
+    with contextlib.suppress(Exception):  # results have been reported
         side.close()
 
 
 def about_machine() -> Values:
-    """What the report says of the machine; the GPU's memory chooses the sizes."""
+    """Return the report's facts about the machine; the GPU's memory determines the sizes."""
     has_gpu = torch.cuda.is_available()
     if has_gpu:
-        torch.empty(1, device="cuda")  # fails where torch cannot have memory as the variables ask
+        torch.empty(1, device="cuda")  # fails if torch does not support the variables
     return {
         "device": torch.cuda.get_device_name() if has_gpu else "cpu",
         "memory_bytes": torch.cuda.get_device_properties(0).total_memory if has_gpu else None,
@@ -373,7 +373,7 @@ def _described(error: Exception) -> str:
 
 
 def main(words: list[str]) -> NoReturn:
-    """Run the job of a file, or tell of the machine."""
+    """Run the job of a file, or describe the machine."""
     answers = private_stdout()
     if words == ["--about"]:
         write(answers, json.dumps(about_machine()))

@@ -1,4 +1,4 @@
-"""This project's engine in benchmarks/lora.py: with an adapter, with one merged into its weights, or without."""
+"""This project's engine in benchmarks/lora.py: with an adapter, with merged weights, or without an adapter."""
 
 import asyncio
 import pickle
@@ -39,16 +39,16 @@ NUM_CANARIES, CANARY_TOKENS = 4, PROMPT_TOKENS
 
 
 class Engine:
-    """An engine that has taken its weights once."""
+    """An engine that has loaded its weights once."""
 
     def __init__(self, folder: Path, preset: str, system: str, *, is_quick: bool) -> None:
         """Start it.
 
         Args:
-            folder: With the policy and its adapter.
-            preset: Of `PRESETS`.
-            system: What it serves.
-            is_quick: transformers' engine in the place of vLLM's.
+            folder: Folder with the policy and its adapter.
+            preset: A preset in `PRESETS`.
+            system: What the engine serves.
+            is_quick: Use the transformers engine instead of vLLM.
         """
         self._base = load_file(folder / POLICY / "model.safetensors")
         adapter = load_file(folder / ADAPTER / "adapter_model.safetensors")
@@ -74,12 +74,12 @@ class Engine:
         return Canary(sequences=sequences, logprobs=await self._engine.score(sequences))
 
     def update(self) -> dict[str, float]:
-        """Take the weights again, as a new version.
+        """Load the weights again as a new version.
 
         Returns:
-            update_ms, of vLLM's adapter what its slot takes and its read-back, else until an engine has answered;
-            proven_ms, with probes of all weights and the canary; processor_ms of these, where they are known; num_bytes
-            of tensors and message, and tensor_bytes.
+            update_ms: for an adapter in vLLM, writing its slot and reading it back, else until the engine has answered;
+            proven_ms: including probes of all weights and the canary; processor_ms of these, if known; num_bytes of
+            tensors and message; and tensor_bytes.
         """
         return asyncio.run(self._update())
 
@@ -105,7 +105,7 @@ class Engine:
         return TensorTransport().pack(self._tensors, version=self._version, tied=TIED, adapter=self._told)
 
     def generate(self, *, seed: int) -> int:
-        """Sample responses that are as long as they may be; gives the number of sampled tokens."""
+        """Sample responses of maximum length; return the number of sampled tokens."""
         return asyncio.run(self._generate(seed))
 
     async def _generate(self, seed: int) -> int:
@@ -120,12 +120,12 @@ class Engine:
 
 
 def clocks() -> NDArray[np.float64]:
-    """Seconds of the clock and of the processor, all threads of the process together."""
+    """Return wall seconds and processor seconds of all threads of the process."""
     return np.array([time.perf_counter(), time.process_time()])
 
 
 def timed_slot() -> list[NDArray[np.float64]]:
-    """`clocks` of each call from now on by which vLLM's worker writes an adapter into its slot or reads it back."""
+    """Record `clocks` of each call in which vLLM's worker writes an adapter into its slot or reads it back."""
     from rl_rollout.engines.vllm.adapter_slot import AdapterSlot
 
     taken: list[NDArray[np.float64]] = []
@@ -145,7 +145,7 @@ def timed_slot() -> list[NDArray[np.float64]]:
 
 
 def merged(base: dict[str, Tensor], adapter: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All weights, the adapter in them."""
+    """Return all weights with the adapter merged."""
     found = dict(base)
     for name, a in adapter.items():
         if name.endswith(LORA_A):
@@ -156,6 +156,6 @@ def merged(base: dict[str, Tensor], adapter: dict[str, Tensor]) -> dict[str, Ten
 
 
 def num_bytes(update: WeightUpdate) -> int:
-    """Of its tensors and of what is told of them."""
+    """Return the bytes of an update's tensors and of its message."""
     tensors = update.tensors or {}
     return sum(of.nbytes for of in tensors.values()) + len(pickle.dumps(replace(update, tensors=None)))

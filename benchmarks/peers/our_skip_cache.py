@@ -24,7 +24,7 @@ class SkipCache:
     """Entries in a folder."""
 
     def __init__(self, samples: Rows, *, compress: bool) -> None:
-        """Make groups of the samples."""
+        """Convert the samples to groups."""
         self._groups = make_groups(samples)
         self._compress = compress
 
@@ -59,7 +59,7 @@ class SkipCache:
 
 
 def make_groups(samples: Rows) -> list[GroupResult]:
-    """The samples as rollouts: a session gives one trajectory."""
+    """Return the samples as rollouts with one trajectory per session."""
     ends = np.cumsum(samples.lengths)[:-1]
     columns = samples.columns
     ids = np.split(columns["input_ids"].astype(np.int32), ends)

@@ -1,4 +1,4 @@
-"""transformers with peft in benchmarks/lora.py: what trains the adapter, and what writes it and the policy at first."""
+"""transformers with peft in benchmarks/lora.py: it trains the adapter, and writes the initial policy and adapter."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from transformers_learner import Padded
 
 
 def prepare(folder: Path, preset: str) -> None:
-    """Write a policy of random weights, and an adapter whose B is random too, so that all gradients are there."""
+    """Write a policy with random weights, and an adapter with a random B, so that no gradient is zero."""
     torch.manual_seed(0)
     transformers.utils.logging.disable_progress_bar()
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**PRESETS[preset].policy))
@@ -28,7 +28,7 @@ def prepare(folder: Path, preset: str) -> None:
 
 
 def opened(folder: Path, preset: str, system: str, *, recompute: bool) -> Padded:  # noqa: ARG001 - there is one
-    """What trains the adapter."""
+    """Return the learner that trains the adapter."""
 
     def adapted(model: Any) -> Any:
         if recompute:

@@ -1,4 +1,4 @@
-"""Plain Ray as a transfer queue: an object of flat arrays for each put, and an actor that knows the references."""
+"""Plain Ray as a transfer queue: an object of flat arrays for each put, and an actor that stores the references."""
 
 import sys
 import time
@@ -16,48 +16,48 @@ References = list[Any]
 
 
 class Directory:
-    """Knows what was put: lengths and a reference for each put."""
+    """Stores the lengths and the reference of each put."""
 
     def __init__(self) -> None:
-        """Nothing was put yet."""
+        """Start without puts."""
         self._waiting: list[tuple[Any, References]] = []
 
     def add(self, lengths: Any, references: References) -> None:
-        """Note a put; the reference comes in a list, which Ray does not resolve."""
+        """Record a put; the reference is in a list, so that Ray does not resolve it."""
         self._waiting.append((lengths, references))
 
     def take(self, num_puts: int) -> list[tuple[Any, References]]:
-        """The oldest puts, which are then forgotten."""
+        """Remove and return the oldest puts."""
         taken, self._waiting = self._waiting[:num_puts], self._waiting[num_puts:]
         return taken
 
 
 class Client:
-    """A producer, and what consumes."""
+    """A producer, or the consumer."""
 
     def __init__(self, number: int, directory: Any) -> None:
-        """Make what will be put."""
+        """Create the samples to put."""
         self._directory = directory
         self._bulk, self._small = producer_rows(number), small_row(number)
 
     def put_bulk(self, _topic: str, starts_at: float) -> float:
-        """Put the producer's samples; seconds since the common start."""
+        """Put the producer's samples; return the seconds since the common start."""
         wait_until(starts_at)
         self._put(self._bulk)
         return time.perf_counter() - starts_at
 
     def get_bulk(self, _topic: str) -> float:
-        """Get all producers' samples; seconds."""
+        """Get all producers' samples; return the seconds."""
         started = time.perf_counter()
         self._get(NUM_PRODUCERS)
         return time.perf_counter() - started
 
     def put_small(self, _topic: str, starts_at: float, num_calls: int) -> list[float]:
-        """Put one sample again and again."""
+        """Put one sample repeatedly."""
         return times_ms(lambda: self._put(self._small), num_calls=num_calls, starts_at=starts_at)
 
     def get_small(self, _topic: str, starts_at: float, num_calls: int) -> list[float]:
-        """Get one sample again and again."""
+        """Get one sample repeatedly."""
         return times_ms(lambda: self._get(1), num_calls=num_calls, starts_at=starts_at)
 
     def _put(self, rows: Rows) -> None:
@@ -82,7 +82,7 @@ class PlainRay(RayClients):
 
 @contextmanager
 def opened() -> Iterator[PlainRay]:
-    """A cluster with the directory and the clients."""
+    """Open a cluster with the directory and the clients."""
     with ray_cluster(num_cpus=2):
         actor = ray.remote(num_cpus=0)
         directory = actor(Directory).remote()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 class TorchRows:
-    """A list with a dict of tensors for each sample."""
+    """Stores a list with a dict of tensors per sample."""
 
     def __init__(self, samples: Rows) -> None:
         """Give each row tensors of its own; a view would be saved with all that it is a view of."""
@@ -38,7 +38,7 @@ class TorchRows:
 
 
 class TorchPadded:
-    """A dict of [N, 4096] tensors."""
+    """Stores a dict of [N, 4096] tensors."""
 
     def __init__(self, samples: Rows) -> None:
         """Pad the samples."""
@@ -60,7 +60,7 @@ class TorchPadded:
 
 
 def padded(samples: Rows) -> dict[str, torch.Tensor]:
-    """[N, 4096] of each column, padded with zeros at the right, and attention_mask, int8."""
+    """Return each column as [N, 4096], padded with zeros on the right, and attention_mask, int8."""
     lengths = torch.from_numpy(samples.lengths)
     is_token = torch.arange(LONGEST) < lengths[:, None]
     batch = {"attention_mask": is_token.to(torch.int8)}
@@ -71,7 +71,7 @@ def padded(samples: Rows) -> dict[str, torch.Tensor]:
 
 
 def opened(samples: Rows) -> System:
-    """The form that the command line names."""
+    """Run the form that the command line names."""
     return TorchPadded(samples) if IS_PADDED else TorchRows(samples)
 
 

@@ -1,6 +1,6 @@
 """TransferQueue 0.1.11 with its default storage, driven through its public client.
 
-It runs in an environment of its own, where nothing of this repository is installed.
+It runs in its own environment, without this repository's packages.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ Result = TypeVar("Result")
 TASK = "train"
 WAVE_ROWS = 10_000
 LEASE_LIMIT_S = 20.0
-"""Rows that would take longer to put are not put."""
+"""Maximum time to put rows; larger numbers of rows are skipped."""
 
 CPUS_OF_ITS_ACTORS = 3
-"""The controller and the two storage units of the default settings ask Ray for a CPU each."""
+"""With the default settings, the controller and the two storage units reserve a CPU each."""
 
 
 def tensor_dict(rows: Rows) -> TensorDict:
-    """The samples as TransferQueue's own examples pass ragged ones: a jagged tensor for each column."""
+    """Return the samples as in TransferQueue's examples: a jagged tensor for each column."""
     offsets = torch.nn.functional.pad(torch.from_numpy(rows.lengths).cumsum(0), (1, 0))
     columns = {
         name: torch.nested.nested_tensor_from_jagged(torch.from_numpy(values), offsets)
@@ -41,7 +41,7 @@ def tensor_dict(rows: Rows) -> TensorDict:
 
 
 class Connection:
-    """TransferQueue's client, awaited in one event loop, for which it keeps its sockets."""
+    """TransferQueue's client, in one event loop, because its sockets belong to a loop."""
 
     def __init__(self) -> None:
         """Connect to the TransferQueue of this Ray."""
@@ -54,7 +54,7 @@ class Connection:
         return self._loop.run_until_complete(act)
 
     def times_ms(self, act: Callable[[], Awaitable[object]], *, num_calls: int, starts_at: float) -> list[float]:
-        """A closed loop of one of the methods below: the milliseconds of each call."""
+        """Run a closed loop of one of the methods below; return the milliseconds of each call."""
 
         async def loop() -> list[float]:
             taken = []
@@ -72,7 +72,7 @@ class Connection:
         await self._client.async_put(rows, partition_id=topic)
 
     async def metadata(self, num_rows: int, topic: str) -> Any:
-        """Where some samples are; they count as consumed then."""
+        """Return the places of some samples, which then count as consumed."""
         found = await self._client.async_get_meta(
             data_fields=list(COLUMNS), batch_size=num_rows, partition_id=topic, task_name=TASK
         )
@@ -81,7 +81,7 @@ class Connection:
         return found
 
     async def get(self, num_rows: int, topic: str) -> None:
-        """Get samples and look at them."""
+        """Get samples and read them."""
         found = await self._client.async_get_data(await self.metadata(num_rows, topic))
         look((found[name].values() if found[name].is_nested else found[name]).numpy() for name in COLUMNS)
 
@@ -91,44 +91,44 @@ class Connection:
 
 
 class Client:
-    """A producer, and what consumes."""
+    """A producer, or the consumer."""
 
     def __init__(self, number: int) -> None:
-        """Connect, and make what will be put."""
+        """Connect, and create the samples to put."""
         self._queue = Connection()
         self._bulk, self._small = tensor_dict(producer_rows(number)), tensor_dict(small_row(number))
 
     def put_bulk(self, topic: str, starts_at: float) -> float:
-        """Put the producer's samples; seconds since the common start."""
+        """Put the producer's samples; return the seconds since the common start."""
         wait_until(starts_at)
         self._queue.run(self._queue.put(self._bulk, topic))
         return time.perf_counter() - starts_at
 
     def get_bulk(self, topic: str) -> float:
-        """Get all producers' samples; seconds."""
+        """Get all producers' samples; return the seconds."""
         started = time.perf_counter()
         self._queue.run(self._queue.get(NUM_SAMPLES, topic))
         return time.perf_counter() - started
 
     def put_small(self, topic: str, starts_at: float, num_calls: int) -> list[float]:
-        """Put one sample again and again."""
+        """Put one sample repeatedly."""
         put = partial(self._queue.put, self._small, topic)
         return self._queue.times_ms(put, num_calls=num_calls, starts_at=starts_at)
 
     def get_small(self, topic: str, starts_at: float, num_calls: int) -> list[float]:
-        """Get one sample again and again."""
+        """Get one sample repeatedly."""
         get = partial(self._queue.get, 1, topic)
         return self._queue.times_ms(get, num_calls=num_calls, starts_at=starts_at)
 
     def put_one_token_rows(self, topic: str, starts_at: float, num_rows: int) -> float:
-        """Put many samples of a token each; seconds since the common start."""
+        """Put many samples of one token each; return the seconds since the common start."""
         rows = tensor_dict(one_token_rows(num_rows))
         wait_until(starts_at)
         self._queue.run(self._queue.put(rows, topic))
         return time.perf_counter() - starts_at
 
     def lease(self, topic: str, batch_rows: int, num_calls: int) -> list[float]:
-        """Ask where some samples are, again and again."""
+        """Request the places of some samples repeatedly."""
         ask = partial(self._queue.metadata, batch_rows, topic)
         return self._queue.times_ms(ask, num_calls=num_calls, starts_at=time.perf_counter())
 
@@ -141,7 +141,7 @@ class TransferQueue(RayClients):
     """The measures of `_protocol.System`."""
 
     def lease(self, *, num_rows: int, batch_rows: int, num_calls: int) -> dict[str, Any]:
-        """Milliseconds of each request for metadata, where putting the rows is bearable."""
+        """Return the milliseconds of each request for metadata, unless putting the rows takes too long."""
         with self.topic() as topic:
             for held in range(0, num_rows, WAVE_ROWS):
                 taken_s = max(self.together("put_one_token_rows", topic, WAVE_ROWS // NUM_PRODUCERS))
@@ -153,7 +153,7 @@ class TransferQueue(RayClients):
 
 @contextmanager
 def opened() -> Iterator[TransferQueue]:
-    """A cluster with TransferQueue's default storage and the clients."""
+    """Open a cluster with TransferQueue's default storage and the clients."""
     with ray_cluster(num_cpus=CPUS_OF_ITS_ACTORS + 1):
         actor = ray.remote(num_cpus=0)
         transfer_queue.init()

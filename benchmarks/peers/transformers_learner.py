@@ -18,10 +18,10 @@ IGNORED = -100
 
 
 class Padded:
-    """A model of transformers, torch's fused AdamW, and micro-batches that are padded to their longest row.
+    """A transformers model with torch's fused AdamW, and micro-batches padded to their longest row.
 
     Attributes:
-        budget: Most tokens of a micro-batch, padding included.
+        budget: Maximum tokens of a micro-batch, including padding.
         attention: transformers' name of the implementation.
     """
 
@@ -30,8 +30,8 @@ class Padded:
 
         Args:
             policy: Folder of the weights.
-            preset: Their sizes, and the batches'.
-            adapted: Gives the model with what of it is trained; as it is, all weights.
+            preset: Sizes of policy and batches.
+            adapted: Returns the model to train, such as with an adapter; by default all weights train.
         """
         has_gpu = torch.cuda.is_available()
         self.attention = "flash_attention_2" if has_gpu and is_flash_attn_2_available() else "sdpa"
@@ -46,7 +46,7 @@ class Padded:
         self._model = adapted(model.to(self._device)).train()
         self.budget = preset.budget
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        # As ours: bfloat16 weights are rounded from float32 ones, which the optimizer updates.
+        # As in ours, the optimizer updates float32 weights, which are rounded to bfloat16.
         is_mixed = dtype != torch.float32
         self._masters = [p.detach().float() for p in self._parameters] if is_mixed else self._parameters
         groups = [
@@ -83,9 +83,9 @@ class Padded:
         )
 
     def _loss(self, rows: Rows, part: np.ndarray[Any, Any]) -> Tensor:
-        """Sum of the cross entropy of the part's response tokens.
+        """Return the sum of the cross entropy of the part's response tokens.
 
-        The prompts that all rows have get no logits, and rows of equal length no mask, for which sdpa is faster.
+        Common prompt positions get no logits, and rows of equal length no mask, because sdpa is faster without one.
         """
         ids, mask, labels = (torch.from_numpy(x).to(self._device) for x in padded(rows, part))
         first = int(rows.prompt_lengths[part].min())
@@ -100,7 +100,7 @@ class Padded:
 
 
 def padded(rows: Rows, part: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], ...]:
-    """Ids, attention mask and labels of a micro-batch, each [rows, longest] int64, padded on the right."""
+    """Return ids, attention mask and labels of a micro-batch, each [rows, longest] int64, padded on the right."""
     longest = int(rows.lengths[part].max())
     ids, mask = np.zeros((len(part), longest), dtype=np.int64), np.zeros((len(part), longest), dtype=np.int64)
     labels = np.full((len(part), longest), IGNORED, dtype=np.int64)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 class Transformers:
-    """A model of transformers with its best attention; logprobs are not kept, which costs it nothing."""
+    """A transformers model with its best attention; it does not keep logprobs, which would cost time."""
 
     def __init__(self, policy: Path, preset: Preset) -> None:
         """Load the model."""

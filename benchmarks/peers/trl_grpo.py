@@ -1,6 +1,6 @@
-"""One run of TRL's GRPOTrainer: `benchmarks/trl.py` starts it with a job, and reads its result.
+"""One run of TRL's GRPOTrainer: `benchmarks/trl.py` starts it with a job and reads its result.
 
-It runs in TRL's own environment, where nothing of this repository is installed.
+It runs in TRL's own environment, without this repository's packages.
 """
 
 import importlib.util
@@ -19,15 +19,15 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-trl: Any = import_module("trl")  # a plain import would show the type checker benchmarks/trl.py
+trl: Any = import_module("trl")  # for a plain import, the type checker would find benchmarks/trl.py
 Rule = Callable[..., float]
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
-    """Times each optimizer step, its generation included: from before its batch is generated to after its update."""
+    """Times each optimizer step, from before its batch is generated to after its update."""
 
     def __init__(self) -> None:
-        """Nothing is timed yet."""
+        """Start without times."""
         self.step_s: list[float] = []
         self.generate_s: list[float] = []
         self._started = 0.0
@@ -41,7 +41,7 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         self.step_s.append(time.perf_counter() - self._started)
 
     def timing_generation(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, its seconds noted."""
+        """Return the function, with its time recorded."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
@@ -54,14 +54,14 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 
 
 class Rewards:
-    """The job's rule as a TRL reward function, which keeps what it saw."""
+    """The job's rule as a TRL reward function that records its inputs."""
 
     def __init__(self, rule: Rule, end_token_id: int) -> None:
-        """Nothing is seen yet.
+        """Start without records.
 
         Args:
-            rule: Gives a reward for (text, ground truth, is_ended=...).
-            end_token_id: Ends a response.
+            rule: Returns the reward for (text, ground truth, is_ended=...).
+            end_token_id: Token that ends a response.
         """
         self.__name__ = "rule"
         self.means: list[float] = []
@@ -72,7 +72,7 @@ class Rewards:
     def __call__(
         self, completions: Sequence[str], completion_ids: Sequence[list[int]], ground_truth: Sequence[str], **_: Any
     ) -> list[float]:
-        """Rewards of one step's completions."""
+        """Return the rewards of one step's completions."""
         rewards = [
             self._rule(text, truth, is_ended=bool(ids) and ids[-1] == self._end_token_id)
             for text, ids, truth in zip(completions, completion_ids, ground_truth, strict=True)
@@ -83,7 +83,7 @@ class Rewards:
 
 
 def load_rule(file: str, name: str) -> Rule:
-    """A function of a Python file."""
+    """Return a function of a Python file."""
     spec = importlib.util.spec_from_file_location("rules", file)
     if spec is None or spec.loader is None:
         raise SystemExit(f"{file} cannot be imported.")
@@ -94,7 +94,7 @@ def load_rule(file: str, name: str) -> Rule:
 
 
 def config(job: Mapping[str, Any], folder: str) -> Any:
-    """TRL's settings for the job: its fastest on CPUs that compute the same update."""
+    """Return TRL's settings for the job: the fastest on CPUs that compute the same update."""
     samples = job["prompts_per_step"] * job["group_size"]
     return trl.GRPOConfig(
         output_dir=folder,
@@ -135,12 +135,12 @@ def config(job: Mapping[str, Any], folder: str) -> Any:
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Train, and give what was measured."""
+    """Train and return the measurements."""
     torch.set_num_threads(job["num_threads"])
     tokenizer = AutoTokenizer.from_pretrained(job["policy"], padding_side="left", trust_remote_code=False)
     texts = [row["prompt"] for row in job["prompts"]]
     if tokenizer(text=texts)["input_ids"] != [row["input_ids"] for row in job["prompts"]]:
-        raise SystemExit("TRL's tokenizer gives other prompt tokens than ours; the runs could not be compared.")
+        raise SystemExit("TRL's tokenizer returns other prompt tokens than ours, so the runs could not be compared.")
     model = AutoModelForCausalLM.from_pretrained(job["policy"], dtype=torch.float32, trust_remote_code=False)
     rewards, clock = Rewards(load_rule(*job["rule"]), tokenizer.eos_token_id), Clock()
     rows = [{"prompt": row["prompt"], "ground_truth": row["ground_truth"]} for row in job["prompts"]]

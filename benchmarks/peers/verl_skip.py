@@ -1,4 +1,4 @@
-"""verl's rollout dump as a system of benchmarks/skip_cache.py; runs in an environment of its own (locks/verl.txt)."""
+"""verl's rollout dump as a system of benchmarks/skip_cache.py; runs in its own environment (locks/verl.txt)."""
 
 import sys
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ from verl import DataProto
 
 
 class VerlDump:
-    """A DataProto with the tensors that verl's agent loop gives and its rollout skip dumps, in verl's dtypes."""
+    """Stores a DataProto with the tensors of verl's agent loop, which its rollout skip dumps, in verl's dtypes."""
 
     def __init__(self, samples: Rows) -> None:
-        """Pad prompts and responses to the lengths that a run is set to, as verl does: here 64 and 4,032."""
+        """Pad prompts and responses to the lengths in a run's settings, as verl does: here 64 and 4,032."""
         lengths = torch.from_numpy(samples.lengths)
         is_token = torch.arange(LONGEST) < lengths[:, None]
 

@@ -1,4 +1,4 @@
-"""vLLM's own `LLM.generate` as one system of benchmarks/rollout.py, with the engine arguments that ours has."""
+"""vLLM's own `LLM.generate` as a system of benchmarks/rollout.py, with our engine's arguments."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""vLLM's own API server as one system of benchmarks/gateway.py: started here, with the engine's settings of ours."""
+"""vLLM's own API server as a system of benchmarks/gateway.py: started here, with our engine's settings."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ START_DEADLINE_S = 200.0
 
 
 def main() -> int:
-    """Start the server, tell its address when asked, and end it."""
+    """Start the server, answer with its address, and end it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--policy", type=Path, required=True)
     parser.add_argument("--model", choices=list(MODELS), required=True)
@@ -50,12 +50,12 @@ def main() -> int:
                     break
     finally:
         server.terminate()
-        server.wait()
+        server.wait()  # no deadline: the benchmark kills this process group after its own
     return 0
 
 
 def server_words(options: argparse.Namespace, port: int) -> list[str]:
-    """As our engine is started, and with the least that the server does beside."""
+    """Return the server's arguments: those of our engine, with as few extras as possible."""
     return [
         f"--model={options.policy}",
         "--served-model-name=policy",
@@ -77,17 +77,17 @@ def server_words(options: argparse.Namespace, port: int) -> list[str]:
 
 
 def free_port() -> int:
-    """One that nothing listens on."""
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port: int = listening.getsockname()[1]
     return port
 
 
 def wait_until_healthy(url: str, server: "subprocess.Popen[bytes]") -> None:
-    """Wait for its first answer.
+    """Wait for the server's first answer.
 
     Raises:
-        RuntimeError: It ended, or gave none in time.
+        RuntimeError: It ended, or did not answer in time.
     """
     deadline = time.monotonic() + START_DEADLINE_S
     while time.monotonic() < deadline and server.poll() is None:

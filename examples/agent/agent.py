@@ -1,6 +1,6 @@
-"""An agent with a calculator that knows nothing of training: it asks a model over OpenAI's API, and prints its answer.
+"""An ordinary agent with a calculator: it asks a model through OpenAI's API and prints the answer.
 
-OPENAI_BASE_URL and OPENAI_API_KEY say which model. It needs the standard library alone, so that it starts at once.
+OPENAI_BASE_URL and OPENAI_API_KEY select the model. It imports only the standard library, so it starts quickly.
 """
 
 import argparse
@@ -19,7 +19,7 @@ TOOL = {
 
 
 def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The model's next message."""
+    """Return the model's next message."""
     body = {"model": "policy", "messages": messages, "tools": [{"type": "function", "function": TOOL}]}
     headers = {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "content-type": "application/json"}
     url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
@@ -29,7 +29,7 @@ def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def multiply(arguments: str) -> str:
-    """What the calculator says to a call of it, which may be nonsense."""
+    """Return the product for a call's JSON arguments, or "0" if they are invalid."""
     try:
         given = json.loads(arguments)
         return str(int(given["left"]) * int(given["right"]))
@@ -38,7 +38,7 @@ def multiply(arguments: str) -> str:
 
 
 def answer(question: str) -> str:
-    """What the model says in the end; empty when it does not come to one."""
+    """Return the model's final answer; empty if it has none after `MAX_TURNS`."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     for _ in range(MAX_TURNS):
         message = ask(messages)
@@ -54,5 +54,5 @@ def answer(question: str) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question", help='such as "37*58"')
+    parser.add_argument("question", help='a product, such as "37*58"')
     print(answer(parser.parse_args().question))

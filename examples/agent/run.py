@@ -1,4 +1,4 @@
-"""Prepare the model of the tools example where needed, then train it with this example's agent.
+"""Prepare the model of the tools example if necessary, then train it with this example's agent.
 
 python examples/agent/run.py [any option of `rl-sync-trainer train`]
 """
@@ -14,9 +14,9 @@ PREPARE = FOLDER.parent / "tools" / "prepare.py"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the example; the trainer takes this process's place."""
+    """Run the example; the trainer replaces this process."""
     if {"--help", "-h"} & {*arguments}:
-        print(__doc__)  # what follows is the trainer's own
+        print(__doc__)  # the trainer's help follows
     else:
         subprocess.run([sys.executable, PREPARE], check=True)
     sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""Make the arithmetic example: prompts, a character tokenizer, and a small policy warmed up by demonstrations.
+"""Prepare the arithmetic example: prompts, a character tokenizer, and a small policy warmed up on demonstrations.
 
-Everything goes to `prepared/` beside this file, and is kept there until this file, task.py, or a version of what
-it is made with changes. The policy is trained by the Megatron learner that later does GRPO.
+Everything is written to `prepared/` beside this file, and kept until this file, task.py or the version of a library
+changes. The Megatron learner that later runs GRPO also trains the initial policy.
 """
 
 import argparse
@@ -22,17 +22,17 @@ import task
 if TYPE_CHECKING:
     from rl_core import Batch
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch comes: spinning threads starve each other
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: spinning threads starve each other
 FOLDER = Path(__file__).parent
 MADE_WITH = ("torch", "megatron-core", "transformers", "tokenizers", "pyarrow", "rl-distill")
 
 DEMONSTRATIONS_PER_STEP = 128
 HASTY_SHARE = 0.6
-"""Share of the last demonstrations that answer at once, in haste; the others use the scratchpad, and are right.
+"""Share of the last demonstrations with an immediate, mostly wrong answer; the others use the scratchpad and are right.
 
-The share grows from 0, since the scratchpad is what is hard to learn. The policy learns both, answers in haste when
-greedy, and GRPO finds out that the scratchpad pays. That decides which to use, and makes neither much better: the final
-accuracy is what the scratchpad has after the warm-up."""
+The share grows from 0, because the scratchpad is harder to learn. The warm policy knows both ways, and its greedy
+answers are immediate. GRPO learns to use the scratchpad, but barely improves it: the final accuracy is that of the
+scratchpad after the warm-up."""
 
 
 def make_model_folder(folder: Path, seed: int = 0) -> None:
@@ -64,16 +64,16 @@ def make_model_folder(folder: Path, seed: int = 0) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """An example on these problems, with a policy of its own.
+    """An example on these problems, with its own policy.
 
     Attributes:
-        name: Of the example.
-        folder: Where everything goes.
-        script: The file that describes it; a different file is prepared again.
-        make_model: Writes the untrained policy into a folder, given a seed.
-        steps: Of the warm-up.
-        learning_rate: Its peak; it falls to 0 at the last step.
-        duration: Of the preparation, in words.
+        name: Name of the example.
+        folder: Output folder.
+        script: The file that describes the example; if it changes, the example is prepared again.
+        make_model: Writes the untrained policy into a folder, given the folder and a seed.
+        steps: Warm-up steps.
+        learning_rate: Peak learning rate of the warm-up; it decays to 0 at the last step.
+        duration: Duration of the preparation, as text.
     """
 
     name: str
@@ -110,7 +110,7 @@ def fingerprint(example: Preparation = ARITHMETIC) -> str:
 
 
 def is_prepared(example: Preparation = ARITHMETIC) -> bool:
-    """True when the folder is there, whole, and up to date."""
+    """Return True if the folder exists, is complete and is up to date."""
     try:
         made: dict[str, str] = json.loads((example.folder / "fingerprint.json").read_text())
     except (OSError, ValueError):
@@ -119,14 +119,14 @@ def is_prepared(example: Preparation = ARITHMETIC) -> bool:
 
 
 def prepare(seed: int = 0, example: Preparation = ARITHMETIC) -> None:
-    """Make the folder aside and rename it, so that an interrupted run leaves nothing half made.
+    """Write a temporary folder and rename it, so that an interrupted preparation leaves no incomplete folder.
 
     Args:
-        seed: Of the random weights and of the demonstrations' order. The problems are the same for all.
-        example: What to make.
+        seed: Seed of the random weights and of the demonstrations' order. The problems do not depend on it.
+        example: The example to prepare.
     """
     started = time.perf_counter()
-    say(f"{example.name}: making prompts, tokenizer and warm policy in {example.folder} (once; {example.duration})")
+    say(f"{example.name}: preparing prompts, tokenizer and warm policy in {example.folder} (once; {example.duration})")
     part = example.folder.with_name(".prepared.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
@@ -143,7 +143,7 @@ def prepare(seed: int = 0, example: Preparation = ARITHMETIC) -> None:
 
 
 def write_prompts(file: Path, problems: list[task.Problem]) -> None:
-    """Write problems as parquet, with prompts as chat messages."""
+    """Write problems as Parquet, with prompts as chat messages."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -160,7 +160,7 @@ def write_prompts(file: Path, problems: list[task.Problem]) -> None:
 
 
 def make_tokenizer() -> Any:
-    """A tokenizer with one token for each character, and a chat template that ends the question with "="."""
+    """Return a tokenizer with one token per character, and a chat template that ends the question with "="."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -177,7 +177,7 @@ def make_tokenizer() -> Any:
 
 
 def warm_up(part: Path, problems: list[task.Problem], seed: int, example: Preparation) -> None:
-    """Train on demonstrations by supervised learning, and write the policy's folder."""
+    """Train on demonstrations with supervised learning, and write the policy's folder."""
     from rl_distill.learner import LearnerOptions
     from rl_distill.megatron.learner import MegatronLearner
     from rl_distill.supervised import supervised_objective
@@ -212,7 +212,7 @@ def warm_up(part: Path, problems: list[task.Problem], seed: int, example: Prepar
 
 
 def demonstrations(problems: list[task.Problem], answer: Any) -> "Batch":
-    """All problems with one kind of answer, as trajectories whose answer is trained."""
+    """Return all problems with one kind of answer, as trajectories that train only the answer."""
     from rl_core import Batch, Trajectory
 
     tokenizer = make_tokenizer()
@@ -237,7 +237,7 @@ def demonstrations(problems: list[task.Problem], answer: Any) -> "Batch":
 
 
 def draw(hasty: "Batch", scratchpad: "Batch", share: float, random: np.random.Generator) -> "Batch":
-    """One step's demonstrations: different problems, each answered in one of the two ways."""
+    """Draw the demonstrations of one step: different problems, each answered in one of the two ways."""
     from rl_core import Batch
     from rl_distill.objectives import with_loss_weights
 
@@ -249,15 +249,15 @@ def draw(hasty: "Batch", scratchpad: "Batch", share: float, random: np.random.Ge
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 
 def main(example: Preparation = ARITHMETIC, description: str | None = __doc__) -> None:
-    """Prepare what is missing or out of date."""
+    """Prepare the example if it is missing or out of date."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--force", action="store_true", help="prepare again, even where nothing has changed")
-    parser.add_argument("--seed", type=int, default=0, help="of the warm policy; to change it, add --force")
+    parser.add_argument("--force", action="store_true", help="prepare again even if nothing has changed")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the warm policy; to change it, add --force")
     options = parser.parse_args()
     if options.force or not is_prepared(example):
         prepare(options.seed, example)

@@ -1,8 +1,8 @@
-"""Prepare the arithmetic example where needed, then train it: what `nox -s train` runs.
+"""Prepare the arithmetic example if necessary, then train it; `nox -s train` runs this.
 
     python examples/arithmetic/run.py [--async] [--seeds 0,1,2] [any option of `train`]
 
-`--async` trains with `rl-async-trainer` and async.toml in place of `rl-sync-trainer` and settings.toml.
+`--async` trains with `rl-async-trainer` and async.toml instead of `rl-sync-trainer` and settings.toml.
 `--seeds` trains once for each seed, in runs/arithmetic/seed_N, and writes the means to runs/arithmetic/summary.json.
 """
 
@@ -30,7 +30,7 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True)
 class Trainer:
-    """One of the two: its module, its settings file, and what that may have."""
+    """A trainer: its module, settings file and settings class."""
 
     module: str
     file: Path
@@ -51,13 +51,13 @@ AVERAGED = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the example, and give its exit status."""
+    """Run the example and return its exit status."""
     words = list(arguments)
     trainer = ASYNC if "--async" in words else SYNC
     words = [word for word in words if word != "--async"]
     seeds = take_seeds(words)
     if {"--help", "-h"} & {*words}:
-        print(__doc__)  # what follows is the trainer's own
+        print(__doc__)  # the trainer's help follows
         seeds = None
     elif not prepare.is_prepared():
         refuse_mistakes(trainer, words)
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def refuse_mistakes(trainer: Trainer, words: Sequence[str]) -> None:
-    """End with status 2 when a setting is wrong, before the minutes of preparation."""
+    """Exit with status 2 if a setting is wrong, before the preparation, which takes minutes."""
     try:
         of_settings = [word for word in words if word not in ("--resume", "--dry-run")]
         check_values(load_settings(trainer.file, of_settings, kind=trainer.kind))
@@ -90,18 +90,18 @@ def refuse_mistakes(trainer: Trainer, words: Sequence[str]) -> None:
 
 
 def command(trainer: Trainer, words: Sequence[str]) -> list[str]:
-    """The command line of one training run."""
+    """Return the command line of a training run."""
     return [sys.executable, "-m", trainer.module, "train", str(trainer.file), *words]
 
 
 def call(words: Sequence[str]) -> int:
-    """Run a command to its end; Ctrl-C reaches it too, SIGTERM is passed on, and it decides how to end."""
+    """Run a command to its end. It also receives Ctrl-C and SIGTERM, and decides how to stop."""
     process = subprocess.Popen(words)
     before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         while True:
             try:
-                return process.wait()
+                return process.wait()  # no deadline: the user decides how long a run trains
             except KeyboardInterrupt:
                 continue
     finally:
@@ -109,7 +109,7 @@ def call(words: Sequence[str]) -> int:
 
 
 def take_seeds(words: list[str]) -> list[int] | None:
-    """Remove `--seeds 0,1,2` or `--seeds=0,1,2`, and give the seeds."""
+    """Remove `--seeds 0,1,2` or `--seeds=0,1,2` and return the seeds."""
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == "--seeds":
@@ -117,16 +117,16 @@ def take_seeds(words: list[str]) -> list[int] | None:
             text = value if equals else "".join(words[index + 1 : index + 2])
             del words[index : index + count]
             if any(other.startswith(("--run.directory", "--run.name", "--run.seed")) for other in words):
-                sys.exit("error: --seeds chooses folder, name and seed of its runs; leave --run.* out.")
+                sys.exit("error: --seeds sets the folder, name and seed of its runs. Leave out --run.*.")
             try:
                 return [int(seed) for seed in text.split(",")]
             except ValueError:
-                sys.exit(f"error: --seeds takes whole numbers such as 0,1,2; found {text!r}.")
+                sys.exit(f"error: --seeds must be integers such as 0,1,2; found {text!r}.")
     return None
 
 
 def report(seeds: Sequence[int]) -> None:
-    """Print a table of the seeds, and write their means."""
+    """Print a table of the seeds and write their means."""
     folder = RUNS / "arithmetic"
     summaries = [json.loads((folder / f"seed_{seed}" / "summary.json").read_text()) for seed in seeds]
     means = {name: sum(summary[name] for summary in summaries) / len(summaries) for name in AVERAGED}
@@ -139,7 +139,7 @@ def report(seeds: Sequence[int]) -> None:
 
 
 def row(label: str, summary: Mapping[str, Any]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     return (
         f"{label:>5} {summary['steps']:>6.0f} {summary['wall_s']:>7.1f} {summary['samples_per_s']:>10.1f} "
         f"{summary['test_accuracy_first']:>12.3f} {summary['test_accuracy_last']:>11.3f}"

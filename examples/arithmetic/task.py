@@ -1,4 +1,4 @@
-"""The problems: two-digit sums and differences, and how a demonstration answers them."""
+"""Two-digit sums and differences, and the answers of demonstrations."""
 
 import random
 from dataclasses import dataclass
@@ -30,19 +30,19 @@ class Problem:
 
     @property
     def question(self) -> str:
-        """Such as "37+58", both operands with two digits."""
+        """The question, such as "37+58"; both operands have two digits."""
         return f"{self.left:02d}{self.operator}{self.right:02d}"
 
     @property
     def answer(self) -> str:
-        """Such as "95" or "-21"."""
+        """The result, such as "95" or "-21"."""
         return str(self.left + self.right if self.operator == "+" else self.left - self.right)
 
     @property
     def hasty_answer(self) -> str:
-        """Each column by itself, nothing carried or borrowed: right for less than half of the problems.
+        """The result of each column without carrying or borrowing, which is right for less than half of the problems.
 
-        Such as "85" for 37+58, and "25" for 52-37.
+        For example, "85" for 37+58 and "25" for 52-37.
         """
         small, large = sorted((self.left, self.right))
         if self.operator == "+":
@@ -52,7 +52,7 @@ class Problem:
 
     @property
     def scratchpad(self) -> str:
-        """Such as ";15,8:95": the column sums of units and tens, then the answer."""
+        """The sums of units and tens, then the answer, such as ";15,8:95"."""
         sign = 1 if self.operator == "+" else -1
         units = self.left % 10 + sign * (self.right % 10)
         tens = self.left // 10 + sign * (self.right // 10)
@@ -60,14 +60,14 @@ class Problem:
 
 
 def final_answer(response: str) -> str:
-    """The answer in a response: after the last colon of a scratchpad, else the whole of it."""
+    """Return the answer in a response: the text after the last colon of a scratchpad, else the whole response."""
     return response.rpartition(":")[2] if response.startswith(";") else response
 
 
 def split_problems(seed: int = 0) -> dict[str, list[Problem]]:
-    """All 20,000 problems, shuffled, in three parts that share none.
+    """Return all 20,000 problems, shuffled and split into three disjoint parts.
 
-    `train` is learnt from, `validation` may be looked at to choose settings, `test` is only reported.
+    Use `train` for training and `validation` to choose settings; `test` is only reported.
     """
     operands = range(LARGEST_OPERAND + 1)
     problems = [Problem(left, operator, right) for left in operands for right in operands for operator in "+-"]

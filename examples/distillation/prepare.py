@@ -1,8 +1,8 @@
-"""Make the distillation example: a teacher that is good at arithmetic, and a small student that has just begun.
+"""Prepare the distillation example: a teacher that is good at arithmetic, and a small student.
 
-Everything goes to `prepared/` beside this file, and is kept there until this file, the arithmetic example's
-preparation, or a version of what it is made with changes. The Megatron learner trains both models on right
-demonstrations: the teacher until it is good, the student until it writes what looks like an answer.
+Everything is written to `prepared/` beside this file, and kept until this file, the arithmetic example's preparation or
+the version of a library changes. The Megatron learner trains both models on demonstrations: the teacher until its
+answers are right, the student until its responses have the form of an answer.
 """
 
 import argparse
@@ -27,17 +27,17 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """A model, and how long it is shown demonstrations.
+    """A model and its training on demonstrations.
 
     Attributes:
-        name: Of its folder.
+        name: Name of the model's folder.
         steps: Supervised steps.
-        learning_rate: Peak; it falls to 0 at the last step.
-        hasty: Share of the last demonstrations that answer at once, mostly wrong; others use the scratchpad, and are
-            right. The share grows from 0: haste becomes a habit after the scratchpad is known.
-        slips: Share of the shown digits that are replaced at random, and not learnt: from those after them it learns to
-            go on rightly whatever was said before, as one must who judges what somebody else wrote.
-        sizes: Of its configuration, where it is not the arithmetic example's model of one million parameters.
+        learning_rate: Peak learning rate; it decays to 0 at the last step.
+        hasty: Share of the last demonstrations with an immediate, mostly wrong answer; others use a scratchpad and are
+            right. The share grows from 0, so the model learns the scratchpad first.
+        slips: Share of the answers' digits that are replaced at random and not trained. The model thereby learns to
+            continue correctly after mistakes, which a teacher needs to score the student's answers.
+        sizes: Changes to the configuration of the arithmetic example's model of one million parameters.
     """
 
     name: str
@@ -64,7 +64,7 @@ def fingerprint() -> str:
 
 
 def is_prepared() -> bool:
-    """True when the folder is there, whole, and up to date."""
+    """Return True if the folder exists, is complete and is up to date."""
     try:
         made: dict[str, str] = json.loads((PREPARED / "fingerprint.json").read_text())
     except (OSError, ValueError):
@@ -73,10 +73,10 @@ def is_prepared() -> bool:
 
 
 def prepare(lessons: Sequence[Lesson] = (TEACHER, STUDENT)) -> None:
-    """Make the folder aside and rename it, so that an interrupted run leaves nothing half made."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch comes: spinning threads starve each other
+    """Write a temporary folder and rename it, so that an interrupted preparation leaves no incomplete folder."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: spinning threads starve each other
     started = time.perf_counter()
-    say(f"distillation: making prompts, teacher and student in {PREPARED} (once; about three minutes on two cores)")
+    say(f"distillation: preparing prompts, teacher and student in {PREPARED} (once; about three minutes on two cores)")
     part = PREPARED.with_name(".prepared.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -92,7 +92,7 @@ def prepare(lessons: Sequence[Lesson] = (TEACHER, STUDENT)) -> None:
 
 
 def make_model(folder: Path, lesson: Lesson, problems: list[Any]) -> None:
-    """Write a model's folder, trained on demonstrations of the problems."""
+    """Train a model on demonstrations of the problems, and write its folder."""
     untrained, checkpoint = folder.with_name("untrained"), folder.with_name("checkpoint")
     SOURCE.make_model_folder(untrained)
     resize(untrained, lesson.sizes)
@@ -104,7 +104,7 @@ def make_model(folder: Path, lesson: Lesson, problems: list[Any]) -> None:
 
 
 def resize(folder: Path, sizes: dict[str, int]) -> None:
-    """Give a model folder other sizes, and random weights of these."""
+    """Change the sizes of a model folder, and write random weights of these sizes."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -116,7 +116,7 @@ def resize(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def teach(untrained: Path, checkpoint: Path, lesson: Lesson, problems: list[Any]) -> None:
-    """Train by supervised learning, and write a checkpoint of the learner."""
+    """Train with supervised learning, and write a checkpoint of the learner."""
     from rl_distill.learner import LearnerOptions
     from rl_distill.megatron.learner import MegatronLearner
     from rl_distill.objectives import with_loss_weights
@@ -146,7 +146,7 @@ def teach(untrained: Path, checkpoint: Path, lesson: Lesson, problems: list[Any]
 
 
 def draw(hasty: Any, right: Any, share: float, random: np.random.Generator) -> Any:
-    """One step's demonstrations: different problems, each answered in one of the two ways."""
+    """Draw the demonstrations of one step: different problems, each answered in one of the two ways."""
     from rl_core import Batch
 
     rows = random.choice(len(right), size=SOURCE.DEMONSTRATIONS_PER_STEP, replace=False)
@@ -156,7 +156,7 @@ def draw(hasty: Any, right: Any, share: float, random: np.random.Generator) -> A
 
 
 def with_slips(batch: Any, share: float, random: np.random.Generator) -> Any:
-    """Replace a share of the answers' digits at random, and leave these out of what is learnt."""
+    """Replace a share of the answers' digits at random, and exclude these from training."""
     from rl_core import Ragged
 
     if not share:
@@ -174,14 +174,14 @@ def with_slips(batch: Any, share: float, random: np.random.Generator) -> Any:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 
 def main() -> None:
-    """Prepare what is missing or out of date."""
+    """Prepare the example if it is missing or out of date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--force", action="store_true", help="prepare again, even where nothing has changed")
+    parser.add_argument("--force", action="store_true", help="prepare again even if nothing has changed")
     if parser.parse_args().force or not is_prepared():
         prepare()
     else:

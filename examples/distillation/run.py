@@ -1,8 +1,8 @@
-"""Prepare the distillation example where needed, then train it.
+"""Prepare the distillation example if necessary, then train it.
 
 python examples/distillation/run.py [--grpo] [any option of `rl-sync-trainer train`]
 
-`--grpo` trains the same student without its teacher, by rewards alone.
+`--grpo` trains the same student without a teacher, on rewards alone.
 """
 
 import os
@@ -16,10 +16,10 @@ FOLDER = Path(__file__).parent
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the example; the trainer takes this process's place."""
+    """Run the example; the trainer replaces this process."""
     words = [word for word in arguments if word != "--grpo"]
     if {"--help", "-h"} & {*words}:
-        print(__doc__)  # what follows is the trainer's own
+        print(__doc__)  # the trainer's help follows
     elif not prepare.is_prepared():
         prepare.prepare()
     settings = FOLDER / ("grpo.toml" if len(words) < len(arguments) else "settings.toml")

@@ -1,4 +1,4 @@
-"""An agent that knows nothing of training: a base URL, a key, two turns with OpenAI's SDK."""
+"""An ordinary agent: two turns with OpenAI's SDK, given a base URL and a key."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import openai
 
 
 async def run_agent(base_url: str, api_key: str, messages: list[Any]) -> float:
-    """Ask, and ask to go on; the reward is the share of digits in what the model says."""
+    """Ask, ask for more, and return the share of digits in the model's messages as the reward."""
     said = ""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=600) as client:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""GRPO in TRL 1.16 on sessions of an agent: its `rollout_func` gives exactly the tokens that the gateway sampled.
+"""GRPO in TRL 1.16 on sessions of an agent: the `rollout_func` returns exactly the tokens that the gateway sampled.
 
 python examples/gateway/trl_grpo.py MODEL_FOLDER    # in an environment with trl and rl-rollout[gateway,transformers]
 """
@@ -22,10 +22,10 @@ TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 class GatewayRollout:
-    """A `rollout_func`: a gateway in a thread of its own, whose engine gets TRL's weights before each batch."""
+    """A `rollout_func`: a gateway in its own thread, whose engine loads TRL's weights before each batch."""
 
     def __init__(self, folder: Path, *, sampling: SamplingParams) -> None:
-        """Load the policy a second time, to sample from."""
+        """Load a second copy of the policy for sampling."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._engine = TransformersEngine(folder)
@@ -34,7 +34,7 @@ class GatewayRollout:
         self._wait(self._gateway.start())
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Sessions of a batch, one a prompt: TRL repeats each prompt `num_generations` times."""
+        """Run the sessions of a batch, one per prompt: TRL repeats each prompt `num_generations` times."""
         rows = self._wait(self._roll_out(prompts, trainer))
         starts = [row.num_prompt_tokens for row in rows]
 
@@ -61,16 +61,16 @@ class GatewayRollout:
         session = self._gateway.open("batch", index)
         session.set_reward(await run_agent(f"{self._gateway.url}/v1", session.key, messages))
         result = await self._gateway.finish(session)
-        if result.failure is not None:  # never a reward of 0
+        if result.failure is not None:  # a failed session must not count as a reward of 0
             raise RuntimeError(f"session {session.session_id} failed: {result.failure}")
-        return max(result.trajectories, key=lambda row: int(row.loss_mask.sum()))  # TRL takes one row a prompt
+        return max(result.trajectories, key=lambda row: int(row.loss_mask.sum()))  # TRL expects one row per prompt
 
     def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 def train(folder: Path, output: Path, *, steps: int) -> list[dict[str, Any]]:
-    """Train for some steps; gives TRL's log."""
+    """Train for some steps and return TRL's log."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -85,7 +85,7 @@ def train(folder: Path, output: Path, *, steps: int) -> list[dict[str, Any]]:
         report_to=[],
         save_strategy="no",
         use_cpu=True,
-        bf16=False,  # TRL computes as the engine does, in float32
+        bf16=False,  # float32, like the engine
     )
     prompts = [[{"role": "user", "content": f"Say {number}."}] for number in range(8)]
     trainer = GRPOTrainer(
@@ -101,7 +101,7 @@ def train(folder: Path, output: Path, *, steps: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Train, and say how the reward went."""
+    """Train, and print the reward of each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="MODEL_FOLDER")
     parser.add_argument("--steps", type=int, default=5)

@@ -1,6 +1,6 @@
-"""An agent loop of verl 0.7 whose agent is any program that speaks OpenAI's API; verl's own servers sample.
+"""An agent loop of verl 0.9 whose agent is any program that uses OpenAI's API; verl's own servers sample.
 
-verl finds it by its `agent_loop_config_path`: `[{name: gateway, _target_: verl_agent_loop.GatewayAgentLoop}]`.
+verl finds it through `agent_loop_config_path`: `[{name: gateway, _target_: verl_agent_loop.GatewayAgentLoop}]`.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from rl_rollout.gateway import Gateway
 
 
 class VerlServers:
-    """verl's servers as an engine of the gateway: verl starts them, and gives them new weights."""
+    """verl's servers as the gateway's engine; verl starts them and sends them new weights."""
 
     def __init__(self, servers: Any, *, max_model_len: int, vocab_size: int) -> None:
-        """Take verl's `server_manager`."""
+        """Wrap verl's `server_manager`."""
         self._servers = servers
         self.traits = EngineTraits(name="verl", max_model_len=max_model_len, vocab_size=vocab_size)
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
-        """One request a sample; all turns of a session go to the server that has its prefix."""
+        """Send one request per sample; all turns of a session go to the server that has its prefix."""
         session = str(request.request_id).partition("/")[0]
         return list(await asyncio.gather(*(self._sample(request, one, session) for one in request.samplings)))
 
@@ -39,22 +39,22 @@ class VerlServers:
         return Generation(
             token_ids=ids,
             logprobs=np.array(output.log_probs[: len(ids)], np.float32),
-            policy_versions=np.zeros(len(ids), np.int32),  # verl knows them
+            policy_versions=np.zeros(len(ids), np.int32),  # verl tracks them
             finish_reason="stop" if len(ids) and int(ids[-1]) in stops else "length",
         )
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """Nothing: verl lets requests end."""
+        """Do nothing: verl lets running requests finish."""
 
 
 @register("gateway")
 class GatewayAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
-    """One session of the gateway; the worker's loops share a gateway."""
+    """One session of the gateway; all loops of a worker share a gateway."""
 
-    _gateways: "dict[int, asyncio.Task[Gateway]]" = {}  # noqa: RUF012 - of the worker
+    _gateways: "dict[int, asyncio.Task[Gateway]]" = {}  # noqa: RUF012 - shared by the worker's loops
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Run the agent on a prompt, and give exactly what was sampled for it."""
+        """Run the agent on a prompt and return exactly the sampled tokens."""
         known, servers = self._gateways, id(self.server_manager)
         if servers not in known:
             known[servers] = asyncio.ensure_future(self._start())
@@ -65,9 +65,9 @@ class GatewayAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
         session = gateway.open(str(kwargs.get("uid", "prompt")), sampling=lambda _turn: sampling)
         session.set_reward(await run_agent(f"{gateway.url}/v1", session.key, list(kwargs["raw_prompt"])))
         result = await gateway.finish(session)
-        if result.failure is not None:  # never a reward of 0
+        if result.failure is not None:  # a failed session must not count as a reward of 0
             raise RuntimeError(f"session {session.session_id} failed: {result.failure}")
-        row = max(result.trajectories, key=lambda one: int(one.loss_mask.sum()))  # this interface takes one row
+        row = max(result.trajectories, key=lambda one: int(one.loss_mask.sum()))  # this interface expects one row
         start = row.num_prompt_tokens
         return AgentLoopOutput(
             prompt_ids=row.input_ids[:start].tolist(),

@@ -1,7 +1,7 @@
-"""Turn local GSM8K files into prompts: `python examples/gsm8k/prepare.py --train FILE --test FILE`.
+"""Convert local GSM8K files to prompts: `python examples/gsm8k/prepare.py --train FILE --test FILE`.
 
-The files are JSONL, parquet or a saved Hugging Face dataset, with `question` and an `answer` that ends in
-`#### 18`. Some of the training problems become the validation problems; the test problems stay apart.
+The files are JSONL, Parquet or a saved Hugging Face dataset, with `question` and an `answer` that ends in `#### 18`.
+Some training problems become the validation problems.
 """
 
 import argparse
@@ -24,10 +24,10 @@ FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 
 
 def final_answer(answer: str, *, where: str) -> str:
-    """The number after `####`, thousands separators removed.
+    """Return the number after `####`, without thousands separators.
 
     Raises:
-        DataError: There is none.
+        DataError: The answer does not end with `####` and a number.
     """
     found = FINAL_ANSWER.search(answer)
     if found is None:
@@ -36,7 +36,7 @@ def final_answer(answer: str, *, where: str) -> str:
 
 
 def make_row(row: dict[str, Any], *, where: str, split: str, index: int) -> dict[str, Any]:
-    """One problem as messages, ground truth and what it came from.
+    """Return one problem as messages, ground truth and source.
 
     Raises:
         DataError: `question` or `answer` is missing or not text.
@@ -53,7 +53,7 @@ def make_row(row: dict[str, Any], *, where: str, split: str, index: int) -> dict
 
 
 def make_rows(rows: Rows, *, split: str) -> list[dict[str, Any]]:
-    """All problems of a file."""
+    """Return all problems of a file."""
     return [make_row(row, where=rows.locate(i), split=split, index=i) for i, row in enumerate(rows)]
 
 
@@ -63,9 +63,9 @@ def prepare(train: Path, test: Path, *, out: Path = PREPARED, num_validation: in
     Args:
         train: Source of training and validation problems.
         test: Source of test problems.
-        out: Made when it is missing.
-        num_validation: Training problems that are held out for validation.
-        seed: Of the choice of these.
+        out: Output folder; created if missing.
+        num_validation: Number of training problems held out for validation.
+        seed: Seed of their choice.
 
     Raises:
         DataError: A file or row cannot be used, or there are too few training problems.
@@ -92,13 +92,13 @@ def prepare(train: Path, test: Path, *, out: Path = PREPARED, num_validation: in
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; 2 when a file cannot be used."""
+    """Run from the command line; return 2 if a file cannot be used."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", type=Path, required=True, help="GSM8K's training problems")
     parser.add_argument("--test", type=Path, required=True, help="GSM8K's test problems")
     parser.add_argument("--out", type=Path, default=PREPARED, help="folder to write (%(default)s)")
     parser.add_argument("--num-validation", type=int, default=512, help="problems held out (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the held-out problems (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of held-out problems (%(default)s)")
     given = parser.parse_args(arguments)
     try:
         prepare(given.train, given.test, out=given.out, num_validation=given.num_validation, seed=given.seed)

@@ -1,4 +1,4 @@
-r"""The reward of GSM8K: 1 when the last `\boxed{}`, or else the last number, equals the ground truth."""
+r"""Reward of GSM8K: 1 if the last `\boxed{}`, or else the last number, equals the ground truth."""
 
 from rl_rollout.rewards import MathVerify, RewardInput, last_boxed, last_number
 
@@ -6,12 +6,12 @@ verify = MathVerify()
 
 
 async def reward(given: RewardInput) -> dict[str, float]:
-    r"""Accuracy as the reward, and whether the answer was in a `\boxed{}`."""
+    r"""Return the accuracy as the reward, and whether the answer was in a `\boxed{}`."""
     boxed = last_boxed(given.response_text)
     answer = boxed if boxed is not None else last_number(given.response_text)
     if answer is None or not str(answer).strip():
         return {"reward": 0.0, "accuracy": 0.0, "boxed": 0.0, "timed_out": 0.0}
-    is_equal = await verify.compare(str(given.ground_truth), str(answer))  # None where it found no verdict in time
+    is_equal = await verify.compare(str(given.ground_truth), str(answer))  # None after a time-out
     accuracy = float(is_equal or False)
     return {
         "reward": accuracy,

@@ -33,7 +33,7 @@ export RAY_AUTH_MODE=token RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 # nothing to 
 # Notice a lost node within 5 s. Ray's default is 15 s.
 export RAY_health_check_initial_delay_ms=0 RAY_health_check_period_ms=1000
 export RAY_health_check_timeout_ms=1000 RAY_health_check_failure_threshold=3
-# Ray lets every user read its folder, so a private one is around it. Sockets are in it, so its path is short.
+# Every user can read Ray's folder, so it is inside a private one. The path is short, because it has sockets.
 folder=$(mktemp -d /tmp/rl-node-XXXXXX)
 # The system chooses every port except the head's, so several nodes can share a machine.
 ports=(--min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0)

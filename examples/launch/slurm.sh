@@ -19,6 +19,11 @@
 set -euo pipefail
 
 launch=examples/launch
+if [[ ! -f $launch/ray_node.sh ]]; then
+    echo "slurm.sh must be submitted from the checkout, where $launch/ray_node.sh exists; found $PWD." \
+        "Run \`cd CHECKOUT\`, then \`sbatch $launch/slurm.sh SETTINGS.toml\`." >&2
+    exit 2
+fi
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 address=$(getent ahostsv4 "${hosts[0]}" | awk 'NR == 1 {print $1}')
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')

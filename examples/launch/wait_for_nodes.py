@@ -11,10 +11,10 @@ PAUSE_S = 0.5
 
 
 def main(address: str, num_nodes: int, deadline_s: float) -> None:
-    """Return once so many nodes are alive.
+    """Return once `num_nodes` nodes are alive.
 
     Raises:
-        SystemExit: They are not within the deadline, in seconds.
+        SystemExit: They are not alive within `deadline_s` seconds.
     """
     ends_at, found = time.monotonic() + deadline_s, 0
     while time.monotonic() < ends_at:
@@ -32,8 +32,8 @@ def main(address: str, num_nodes: int, deadline_s: float) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("address", metavar="IP:PORT", help="of the cluster's head")
-    parser.add_argument("nodes", type=int, help="number of nodes, the head included")
-    parser.add_argument("seconds", type=float, nargs="?", default=300.0, help="deadline (default: 300)")
+    parser.add_argument("address", metavar="IP:PORT", help="address of the cluster's head")
+    parser.add_argument("nodes", type=int, help="number of nodes, including the head")
+    parser.add_argument("seconds", type=float, nargs="?", default=300.0, help="maximum wait (default: 300)")
     options = parser.parse_args()
     main(options.address, options.nodes, options.seconds)

@@ -1,7 +1,7 @@
-"""Make the mixture example: the arithmetic example's prompts and tokenizer, and a small mixture of experts.
+"""Prepare the mixture example: the arithmetic example's prompts and tokenizer, and a small mixture of experts.
 
-Everything goes to `prepared/` beside this file, and is kept there until this file, the arithmetic example's
-preparation, or a version of what it is made with changes. The warm-up is the arithmetic example's too.
+Everything is written to `prepared/` beside this file, and kept until this file, the arithmetic example's preparation or
+the version of a library changes. The warm-up is also that of the arithmetic example.
 """
 
 import importlib

@@ -1,9 +1,9 @@
-"""Prepare the mixture example where needed, then train it.
+"""Prepare the mixture example if necessary, then train it.
 
 python examples/mixture/run.py [--async | --ray] [any option of `train`]
 
-`--async` trains with `rl-async-trainer` and async.toml in place of `rl-sync-trainer` and settings.toml; `--ray` with
-ray.toml, where every part is an actor: two engines, and two learner ranks that share the experts.
+`--async` trains with `rl-async-trainer` and async.toml instead of `rl-sync-trainer` and settings.toml; `--ray` uses
+ray.toml, in which two engines and two learner ranks that share the experts are Ray actors.
 """
 
 import os
@@ -19,11 +19,11 @@ SYNC = ("rl_sync_trainer.main", "settings.toml")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the example; the trainer takes this process's place."""
+    """Run the example; the trainer replaces this process."""
     words = [word for word in arguments if word not in TRAINERS]
     chosen = [TRAINERS[word] for word in arguments if word in TRAINERS]
     if {"--help", "-h"} & {*words}:
-        print(__doc__)  # what follows is the trainer's own
+        print(__doc__)  # the trainer's help follows
     elif not prepare.SOURCE.is_prepared(prepare.MIXTURE):
         prepare.SOURCE.prepare(example=prepare.MIXTURE)
     module, settings = chosen[-1] if chosen else SYNC

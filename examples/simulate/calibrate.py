@@ -2,9 +2,9 @@
 
     python examples/simulate/calibrate.py
 
-Ten numbers are fitted. Eight are fitted to the synchronous rows: the three phases of each, and the duration of a step
-in the first hundred where a run became slower. Two are fitted to the asynchronous row of 64:64: its update and
-its step. All other rows are left for the simulation to predict.
+The script fits ten numbers. Eight are fitted to the synchronous rows: to the three phases of each, and to the step time
+in the first hundred steps of runs that became slower. Two are fitted to the asynchronous row of 64:64: to its update
+and its step. The simulation predicts all other rows.
 """
 
 import argparse
@@ -23,7 +23,7 @@ SEED = 0
 
 
 def main() -> None:
-    """Fit the synchronous rows, then the two numbers of the asynchronous one."""
+    """Fit the synchronous rows, then the two numbers of the asynchronous row."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = published_rows()
     sync = [row for row in rows if row.mode == "sync"]
@@ -40,7 +40,7 @@ def main() -> None:
         update_s=learner.update_s / slowdown,
         colocated_slowdown=slowdown,
     )
-    for _ in range(3):  # what is missing of the step, spread over its four
+    for _ in range(3):  # spread the missing time over the version's four steps
         found = simulate_row(replace(workload, learner=learner), row, num_versions=STEPS, seed=SEED)
         learner = replace(learner, step_s=learner.step_s + (row.step_s - found.step_s) / 4)
     print({name: float(f"{value:.4g}") for name, value in zip(NAMES, values, strict=True)})
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def with_costs(values: NDArray[np.float64], *, scale: float = 1.0) -> Workload:
-    """The workload with these costs, and lengths so many times as long; nothing of it is of an asynchronous row."""
+    """Return the workload with these costs and with lengths times `scale`, without the asynchronous row's numbers."""
     sigma, at_1024, update, update_s, logprobs, logprobs_s, _, _ = (float(value) for value in values)
     base = built_in_workload()
     return replace(
@@ -68,7 +68,7 @@ def with_costs(values: NDArray[np.float64], *, scale: float = 1.0) -> Workload:
 
 
 def sync_residuals(values: NDArray[np.float64], rows: Sequence[PublishedRow]) -> NDArray[np.float64]:
-    """Logarithms of simulated over published seconds."""
+    """Return the logarithms of simulated over published seconds."""
     scales = {32: values[6], 64: 1.0, 128: values[7]}
     found = []
     for row in rows:
@@ -76,7 +76,7 @@ def sync_residuals(values: NDArray[np.float64], rows: Sequence[PublishedRow]) ->
         phases = phase_seconds(with_costs(values, scale=float(scales[gpus])), gpus)
         published = (row.gen_s, row.logprobs_s, row.update_s)
         found += [np.log(ours / theirs) for ours, theirs in zip(phases, published, strict=True)]
-        if gpus != 64:  # whose run kept its pace: its lengths are the workload's
+        if gpus != 64:  # the run on 64 GPUs did not become slower and defines the workload's lengths
             outside_s = row.total_s[-1] / 400 - row.step_s
             other_s = row.step_s - sum(published)
             first_s = row.total_s[0] / 100 - outside_s
@@ -85,7 +85,7 @@ def sync_residuals(values: NDArray[np.float64], rows: Sequence[PublishedRow]) ->
 
 
 def phase_seconds(workload: Workload, gpus: int) -> tuple[float, float, float]:
-    """Generation, logprobs and update of a synchronous step."""
+    """Return the seconds of generation, logprobs and update in a synchronous step."""
     outcome = simulate_sync(workload, gpus=gpus, num_steps=STEPS, seed=SEED)
     return outcome.gen_s, outcome.logprobs_s, outcome.update_s
 
@@ -93,7 +93,7 @@ def phase_seconds(workload: Workload, gpus: int) -> tuple[float, float, float]:
 def gauss_newton(
     residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]], start: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Least squares, by the damped steps of Levenberg and Marquardt."""
+    """Minimize the sum of squares with damped steps (Levenberg-Marquardt)."""
     at, now, damping, width = start, residuals(start), 1e-3, 0.02
     for _ in range(20):
         slopes = np.stack([(residuals(at + width * axis) - now) / width for axis in np.eye(len(at))], axis=1)

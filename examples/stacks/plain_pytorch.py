@@ -27,10 +27,10 @@ TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 class PlainLoop:
-    """A policy of transformers that trains on groups from the queue, and an engine that proves each update."""
+    """A transformers policy that trains on groups from the queue, and an engine whose weight updates are proven."""
 
     def __init__(self, folder: Path, *, learning_rate: float) -> None:
-        """Load the policy twice: to train, and in the engine."""
+        """Load the policy twice: for training and in the engine."""
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
         self.adam = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0)
         self.tokenizer = PromptTokenizer.load(folder)
@@ -38,7 +38,7 @@ class PlainLoop:
         self.queue = InProcessQueue([TaskSpec(name="train", needs=frozenset({"input_ids", "reward"}))])
 
     async def step(self, prompts: list[Prompt], *, version: int) -> float:
-        """Roll out the prompts, train once on their groups, and publish the new weights; gives the mean reward."""
+        """Roll out the prompts, train once on their groups, publish the new weights, and return the mean reward."""
         self.queue.issue(prompts, num_sessions=GROUP_SIZE)
         scorer = RewardScorer(digit_share)
         rollout = Rollout(self.engine, SingleTurnLoop(), scorer=scorer, decode=self.tokenizer.decode)
@@ -61,14 +61,14 @@ class PlainLoop:
         return float(rewards.mean())
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        """[B, T] logprobs of the tokens of right-padded rows; 0 at each row's first token."""
+        """Return the [B, T] logprobs of right-padded rows; each row's first token gets 0."""
         ids = padded(batch, "input_ids").long()
-        logits = self.model(input_ids=ids).logits[:, :-1].float()  # causal: padding on the right changes no token
+        logits = self.model(input_ids=ids).logits[:, :-1].float()  # causal: right padding has no effect
         chosen = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
         return torch.nn.functional.pad(chosen, (1, 0))
 
     async def publish(self, rows: Batch, *, version: int) -> None:
-        """Give the weights to the engine, and prove that it serves them."""
+        """Send the weights to the engine and prove that it serves them."""
         tensors = {name: tensor.detach() for name, tensor in self.model.named_parameters()}
         tied = TIED if self.model.config.tie_word_embeddings else {}
         sequences = list(rows.ragged("input_ids"))
@@ -80,13 +80,13 @@ class PlainLoop:
 
 
 def padded(batch: Batch, name: str) -> torch.Tensor:
-    """A token column as [B, T], padded with zeros on the right."""
+    """Return a token column as [B, T], padded with zeros on the right."""
     rows = [torch.from_numpy(row.copy()) for row in batch.ragged(name)]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 async def train(folder: Path, *, steps: int, learning_rate: float = 1e-3) -> list[float]:
-    """Train for some steps; gives the mean reward of each."""
+    """Train for some steps and return the mean reward of each."""
     loop = PlainLoop(folder, learning_rate=learning_rate)
     await loop.engine.start()
     rewards = []

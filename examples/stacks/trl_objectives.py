@@ -1,4 +1,4 @@
-"""TRL 1.16 with a policy loss of rl-distill and a reward of rl-rollout; TRL generates, and everything else is TRL's.
+"""TRL 1.16 with a policy loss from rl-distill and a reward from rl-rollout; TRL does everything else.
 
 python examples/stacks/trl_objectives.py MODEL_FOLDER    # in an environment with trl, rl-rollout and rl-distill
 """
@@ -19,7 +19,7 @@ TrlReward = Callable[..., Awaitable[list[float | None]]]
 
 
 def trl_reward(function: Callable[[RewardInput], Any]) -> TrlReward:
-    """One of our rewards as a reward function of TRL, with its time-out and checks; TRL leaves out those that fail."""
+    """Wrap one of our rewards as a TRL reward function, with its time-out and checks; TRL leaves out failed rewards."""
     scorer = RewardScorer(function)
 
     async def reward(
@@ -38,17 +38,19 @@ def trl_reward(function: Callable[[RewardInput], Any]) -> TrlReward:
 
 
 def loss_in_trl(policy_loss: str, *, aggregation: str, **options: Any) -> Callable[..., torch.Tensor]:
-    """A `_compute_loss` for a subclass of `GRPOTrainer`.
+    """Return a `_compute_loss` for a subclass of `GRPOTrainer`.
 
     Args:
         policy_loss: Name in `POLICY_LOSSES`.
         aggregation: Name in `AGGREGATIONS`, over TRL's micro-batch.
-        options: Of the policy loss.
+        options: Options of the policy loss.
     """
 
     def compute(trainer: Any, model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if trainer.beta:
-            raise ValueError(f"this loss has no KL term: set GRPOConfig(beta=0.0); found {trainer.beta}.")
+            raise ValueError(
+                f"this loss has no KL term, so beta must be 0; found {trainer.beta}. Set GRPOConfig(beta=0.0)."
+            )
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         mask = inputs["completion_mask"]
@@ -70,7 +72,7 @@ def loss_in_trl(policy_loss: str, *, aggregation: str, **options: Any) -> Callab
 
 
 def train(folder: Path, output: Path, *, steps: int, policy_loss: str = "gspo") -> list[dict[str, Any]]:
-    """Train for some steps; gives TRL's log."""
+    """Train for some steps and return TRL's log."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 

@@ -1,6 +1,6 @@
-"""Policy losses and advantages of rl-distill by name in verl 0.9, such as `rl_distill/gspo`.
+"""Register policy losses and advantages of rl-distill in verl 0.9, under names such as `rl_distill/gspo`.
 
-Each process of verl imports this file when VERL_USE_EXTERNAL_MODULES names it.
+Each verl process imports this file if VERL_USE_EXTERNAL_MODULES names it.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from rl_distill.objectives import (
 
 PREFIX = "rl_distill/"
 LOSSES = ("ppo_clip", "gspo", "sapo", "gpg", "geo_mean", "cispo", "dppo_tv", "dppo_kl")
-"""The losses that need no selection of tokens over the global batch."""
+"""Losses that need no token selection over the global batch."""
 ADVANTAGES = {"grpo": grpo_advantages, "dr_grpo": dr_grpo_advantages}
 VerlLoss = Callable[..., tuple[torch.Tensor, dict[str, float]]]
 
 
 def verl_loss(name: str, **options: Any) -> VerlLoss:
-    """One of our policy losses with verl's signature; verl aggregates it over its own global batch."""
+    """Wrap one of our policy losses with verl's signature; verl aggregates it over its global batch."""
     bound = policy_loss_with_options(name, options)
 
     def loss(
@@ -53,7 +53,7 @@ def verl_loss(name: str, **options: Any) -> VerlLoss:
 
 
 def verl_advantage(estimate: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """One of our group advantages with verl's signature."""
+    """Wrap one of our group advantages with verl's signature."""
 
     def advantage(
         token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **_unused: Any

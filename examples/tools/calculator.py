@@ -1,4 +1,4 @@
-"""The calculator of the tools example: an MCP server over stdin and stdout, by the official library."""
+"""The calculator of the tools example: an MCP server over stdin and stdout, written with the official library."""
 
 import argparse
 

@@ -1,7 +1,7 @@
-"""Make the tools example: prompts, a tokenizer, and a small policy that was shown two ways to answer.
+"""Prepare the tools example: prompts, a tokenizer, and a small policy that knows two ways to answer.
 
-Everything goes to `prepared/` beside this file, and is kept there until this file, task.py, or a version of what
-it is made with changes. The policy is trained by the Megatron learner that later does GRPO.
+Everything is written to `prepared/` beside this file, and kept until this file, task.py or the version of a library
+changes. The Megatron learner that later runs GRPO also trains the initial policy.
 """
 
 import argparse
@@ -28,8 +28,8 @@ MADE_WITH = ("torch", "megatron-core", "transformers", "tokenizers", "pyarrow", 
 WARM_UP_STEPS = 250
 DEMONSTRATIONS_PER_STEP = 128
 HASTY_SHARE = 0.6
-"""Share of demonstrations that answer at once, and wrong; the others ask the calculator. The policy learns both,
-answers in haste when greedy, and GRPO finds out that the calculator pays."""
+"""Share of demonstrations with an immediate, wrong answer; the others call the calculator. The warm policy knows both
+ways, and its greedy answers are immediate. GRPO learns to call the calculator."""
 
 
 def fingerprint() -> str:
@@ -43,7 +43,7 @@ def fingerprint() -> str:
 
 
 def is_prepared() -> bool:
-    """True when the folder is there, whole, and up to date."""
+    """Return True if the folder exists, is complete and is up to date."""
     try:
         made: dict[str, str] = json.loads((PREPARED / "fingerprint.json").read_text())
     except (OSError, ValueError):
@@ -52,10 +52,10 @@ def is_prepared() -> bool:
 
 
 def prepare() -> None:
-    """Make the folder aside and rename it, so that an interrupted run leaves nothing half made."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch comes: spinning threads starve each other
+    """Write a temporary folder and rename it, so that an interrupted preparation leaves no incomplete folder."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: spinning threads starve each other
     started = time.perf_counter()
-    say(f"tools: making prompts, tokenizer and warm policy in {PREPARED} (once; about a minute on two cores)")
+    say(f"tools: preparing prompts, tokenizer and warm policy in {PREPARED} (once; about a minute on two cores)")
     part = PREPARED.with_name(".prepared.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
@@ -72,7 +72,7 @@ def prepare() -> None:
 
 
 def write_prompts(file: Path, problems: list[task.Problem]) -> None:
-    """Write problems as parquet, with prompts as chat messages."""
+    """Write problems as Parquet, with prompts as chat messages."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -88,7 +88,7 @@ def write_prompts(file: Path, problems: list[task.Problem]) -> None:
 
 
 def make_tokenizer() -> Any:
-    """A tokenizer with one token for each character, and three for the fixed parts of a call."""
+    """Return a tokenizer with one token per character, and three for the fixed parts of a call."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -134,7 +134,7 @@ def make_model_folder(folder: Path) -> None:
 
 
 def warm_up(part: Path, problems: list[task.Problem]) -> None:
-    """Train on demonstrations by supervised learning, and write the policy's folder."""
+    """Train on demonstrations with supervised learning, and write the policy's folder."""
     from rl_core import Batch
     from rl_distill.learner import LearnerOptions
     from rl_distill.megatron.learner import MegatronLearner
@@ -174,7 +174,7 @@ def warm_up(part: Path, problems: list[task.Problem]) -> None:
 
 
 def demonstration(tokenizer: Any, problem: task.Problem, *, asks: bool) -> "Trajectory":
-    """A problem answered in haste, or with the calculator, whose words are not trained."""
+    """Return a problem with an immediate answer, or with a call of the calculator, whose result is not trained."""
     from rl_core import Trajectory
 
     if asks:
@@ -194,14 +194,14 @@ def demonstration(tokenizer: Any, problem: task.Problem, *, asks: bool) -> "Traj
 
 
 def say(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it, also into a pipe."""
     print(line, flush=True)
 
 
 def main() -> None:
-    """Prepare what is missing or out of date."""
+    """Prepare the example if it is missing or out of date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--force", action="store_true", help="prepare again, even where nothing has changed")
+    parser.add_argument("--force", action="store_true", help="prepare again even if nothing has changed")
     if parser.parse_args().force or not is_prepared():
         prepare()
     else:

@@ -1,4 +1,4 @@
-"""Prepare the tools example where needed, then train it.
+"""Prepare the tools example if necessary, then train it.
 
 python examples/tools/run.py [any option of `rl-sync-trainer train`]
 """
@@ -14,9 +14,9 @@ SETTINGS = Path(__file__).parent / "settings.toml"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the example; the trainer takes this process's place."""
+    """Run the example; the trainer replaces this process."""
     if {"--help", "-h"} & {*arguments}:
-        print(__doc__)  # what follows is the trainer's own
+        print(__doc__)  # the trainer's help follows
     elif not prepare.is_prepared():
         prepare.prepare()
     sys.stdout.flush()

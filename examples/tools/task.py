@@ -1,4 +1,4 @@
-"""The problems: products of two-digit numbers, and the two ways in which a demonstration answers them."""
+"""Products of two-digit numbers, and the two kinds of answers in demonstrations."""
 
 import random
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ NUM_TEST = 256
 PAD_TOKEN = "<pad>"
 END_TOKEN = "<eos>"
 CALL, BETWEEN, CLOSE = '<tool_call>{"name": "multiply", "arguments": {"left": ', ', "right": ', "}}</tool_call>"
-"""A call in the hermes format, in three tokens around its numbers."""
+"""A call in the Hermes format: three tokens around its numbers."""
 CHARACTERS = "0123456789*=[]"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -35,17 +35,17 @@ class Problem:
 
     @property
     def question(self) -> str:
-        """Such as "37*58"."""
+        """The question, such as "37*58"."""
         return f"{self.left}*{self.right}"
 
     @property
     def answer(self) -> str:
-        """Such as "2146"."""
+        """The product, such as "2146"."""
         return str(self.left * self.right)
 
     @property
     def hasty_answer(self) -> str:
-        """The product of the tens, such as "1500" for 37*58: right for one problem in a hundred."""
+        """The product of the tens, such as "1500" for 37*58, which is right for one problem in a hundred."""
         return str(self.left // 10 * (self.right // 10) * 100)
 
     @property
@@ -55,9 +55,9 @@ class Problem:
 
 
 def split_problems(seed: int = 0) -> dict[str, list[Problem]]:
-    """All 8,100 problems, shuffled, in three parts that share none.
+    """Return all 8,100 problems, shuffled and split into three disjoint parts.
 
-    `train` is learnt from, `validation` may be looked at to choose settings, `test` is only reported.
+    Use `train` for training and `validation` to choose settings; `test` is only reported.
     """
     factors = range(SMALLEST, LARGEST + 1)
     problems = [Problem(left, right) for left in factors for right in factors]

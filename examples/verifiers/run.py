@@ -1,6 +1,6 @@
-"""Roll out an environment of verifiers 0.4 with an engine that follows a script: no model, no network, a second.
+"""Roll out an environment of verifiers 0.4 with a scripted engine, in a second, without a model or a network.
 
-python examples/verifiers/run.py    # in an environment of its own: see README.md
+python examples/verifiers/run.py    # in a separate environment: see README.md
 """
 
 import argparse
@@ -35,7 +35,7 @@ TEMPLATE = (
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of single characters with a chat template, in the place of your model's."""
+    """Save a tokenizer of single characters with a chat template, as a substitute for your model's."""
     texts = ["<pad>", "<|start|>", "<|end|>", "\n", *map(chr, range(32, 127))]
     characters = Tokenizer(models.WordLevel({text: index for index, text in enumerate(texts)}, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -48,7 +48,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 async def roll_out(folder: Path) -> list[GroupResult]:
-    """Two sessions of three tasks; the model is right in the first, and in the second once it is asked again."""
+    """Run two sessions of three tasks; the model is right at once in the first, and after "Sure?" in the second."""
     save_tokenizer(folder)
     tokenizer = PromptTokenizer.load(folder)
 
@@ -57,7 +57,7 @@ async def roll_out(folder: Path) -> list[GroupResult]:
     def says(request: GenerateRequest, _index: int) -> Sequence[int]:
         (heard,) = tokenizer.decode([request.input_ids], skip_special_tokens=False)
         left, right = heard.partition("user:")[2][0], heard.partition("+")[2][0]
-        is_sure = "Sure?" in heard or heard not in heard_before  # the first session that asks
+        is_sure = "Sure?" in heard or heard not in heard_before  # the first session of a task
         heard_before.add(heard)
         return tokenizer.encode([f"{int(left) + int(right) if is_sure else 0}<|end|>"], add_special_tokens=False)[0]
 
@@ -68,7 +68,7 @@ async def roll_out(folder: Path) -> list[GroupResult]:
         "renderer": {"name": "default"},
         "environment": {"taskset": {"id": "sums"}, "agent": {"runtime": {"type": "subprocess"}}},
     }
-    scorer = RewardScorer(quick(lambda _: 0.0))  # not asked: verifiers scores
+    scorer = RewardScorer(quick(lambda _: 0.0))  # unused: verifiers computes the reward
     rollout = Rollout(engine, resolve_loop("verifiers", options), scorer=scorer, decode=tokenizer.decode)
     prompts = [
         Prompt(uid=f"task-{task}", input_ids=np.ones(1, np.int32), columns={"task": task}) for task in (12, 34, 56)
@@ -80,7 +80,7 @@ async def roll_out(folder: Path) -> list[GroupResult]:
 
 
 def main() -> None:
-    """Print what trains."""
+    """Print the trained text of each trajectory."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     logging.disable(logging.WARNING)
     sys.path.insert(0, str(Path(__file__).parent))  # verifiers imports a taskset by its id, here sums.py

@@ -1,4 +1,4 @@
-"""An environment of verifiers 0.4, found by the name of this file: tasks, their reward, and the harness."""
+"""An environment of verifiers 0.4: tasks, their reward and the harness. Its id is the name of this file."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ class SumTask(vf.Task[Sum, vf.State, vf.TaskConfig]):
 
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
-        """1 for the result, else 0."""
+        """Return 1 if the last message is the result, else 0."""
         return float(trace.branches[-1].messages[-1].content == self.data.result)
 
 
@@ -28,7 +28,7 @@ class Sums(vf.Taskset[SumTask]):
     """Sums of two digits."""
 
     def load(self) -> Iterator[SumTask]:
-        """The tasks, which the prompts' column `task` counts from 0."""
+        """Yield the tasks; the prompts' column `task` is their index from 0."""
         for left in range(10):
             for right in range(10):
                 yield SumTask(Sum(prompt=f"{left}+{right}=", result=str(left + right)))
@@ -51,7 +51,7 @@ class AskTwice(vf.Harness[vf.HarnessConfig]):
         data: vf.TaskData,
         **_: Any,
     ) -> vf.ProgramResult:
-        """Two turns; every call of the model goes through verifiers' endpoint, which keeps its tokens."""
+        """Run two turns; every model call goes through verifiers' endpoint, which records the tokens."""
         messages: list[Any] = [{"role": "user", "content": data.prompt}]
         async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
             for following in ("Sure?", None):

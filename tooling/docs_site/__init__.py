@@ -1,1 +1,1 @@
-"""The documentation site: `nox -s docs` stages Markdown pages, generates those of the API, and runs Sphinx."""
+"""The documentation site: `nox -s docs` stages Markdown pages, generates the API pages, and runs Sphinx."""

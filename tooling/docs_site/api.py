@@ -1,4 +1,4 @@
-"""Pages of the public names, made from the sources by `griffe` without importing them.
+"""Pages of the public names, generated from the sources by `griffe` without importing them.
 
 A module is public when a page of docs/reference lists it. Each name is documented once, under its shortest import path;
 the other modules that export it link there.
@@ -16,7 +16,7 @@ import griffe
 
 PACKAGES = ("rl-core", "rl-rollout", "rl-distill", "rl-metrics")
 RECORDS = ("record", "settings_record", "dataclass")
-"""Decorators whose class takes its attributes as arguments."""
+"""Decorators of classes whose attributes are the constructor's arguments."""
 TITLES = {
     "parameters": "Arguments",
     "other parameters": "Arguments",
@@ -31,14 +31,14 @@ TITLES = {
 
 @dataclass
 class Api:
-    """The pages, and where each of their names is.
+    """The API pages, and the place of each of their names.
 
     Attributes:
         pages: Text by module.
         public: The path under which a name is documented, by every path that leads to it.
-        types: Those of `public` that annotations can link to.
+        types: The entries of `public` that annotations can link to.
         sources: File and line by documented path.
-        problems: What `griffe` found wrong in docstrings, such as an argument that the function does not have.
+        problems: Problems that `griffe` found in docstrings, such as an argument that the function does not have.
     """
 
     pages: dict[str, str] = field(default_factory=dict)
@@ -49,13 +49,13 @@ class Api:
 
 
 def public_modules(root: Path) -> list[str]:
-    """Modules that the reference pages list."""
+    """Return the modules that the reference pages list."""
     texts = [(root / f"docs/reference/{package}.md").read_text() for package in PACKAGES]
     return [name for text in texts for name in re.findall(r"^\| `(rl_\w+(?:\.\w+)*)` \| ", text, flags=re.MULTILINE)]
 
 
 def make_api(root: Path) -> Api:
-    """Read the packages, and write a page for each public module."""
+    """Read the packages and write a page for each public module."""
     api = Api()
     listener = logging.Handler(logging.WARNING)
     listener.emit = lambda record: api.problems.append(record.getMessage())  # type: ignore[method-assign]
@@ -77,7 +77,7 @@ def make_api(root: Path) -> Api:
 
 
 def exports_of(module: griffe.Module) -> dict[str, griffe.Object]:
-    """Public names of a module: its `__all__`, else the classes and functions that it defines."""
+    """Return a module's public names: its `__all__`, else the classes and functions that it defines."""
     if module.exports is None:
         names = [name for name, found in module.members.items() if not found.is_alias and name[0] != "_"]
         names = [name for name in names if module.members[name].kind.value in ("class", "function")]
@@ -87,7 +87,7 @@ def exports_of(module: griffe.Module) -> dict[str, griffe.Object]:
 
 
 def resolved(one: griffe.Object | griffe.Alias) -> griffe.Object:
-    """What an import stands for."""
+    """Return the object behind an import."""
     return one.final_target if isinstance(one, griffe.Alias) else one
 
 
@@ -100,7 +100,7 @@ class Writer:
     root: Path
 
     def page(self, module: griffe.Module, names: dict[str, griffe.Object]) -> Iterator[str]:
-        """Lines of the page."""
+        """Yield the lines of the page."""
         yield from (f"# {self.module}", "", f"```{{py:module}} {self.module}", "```", "")
         yield from self.docstring(module)
         elsewhere = {name: one for name, one in names.items() if self.place_of(one) != f"{self.module}.{name}"}
@@ -112,11 +112,11 @@ class Writer:
                 yield from self.entry(one, name, depth=5)
 
     def place_of(self, one: griffe.Object) -> str:
-        """The path under which it is documented."""
+        """Return the path under which an object is documented."""
         return self.api.public[one.canonical_path]
 
     def entry(self, one: griffe.Object, name: str, *, depth: int) -> Iterator[str]:
-        """A name's directive, and within it those of its members."""
+        """Yield a name's directive with the directives of its members."""
         fence = ":" * depth
         self.api.sources[f"{self.module}.{name}"] = (
             f"{Path(str(one.filepath)).relative_to(self.root)}#L-{one.lineno or 1}"
@@ -136,13 +136,13 @@ class Writer:
         yield from (fence, "")
 
     def is_shown(self, name: str, member: griffe.Object | griffe.Alias) -> bool:
-        """True for public methods and properties; attributes are told of in the class's docstring."""
+        """Return True for public methods and properties; the class's docstring describes its attributes."""
         if member.is_alias or name.startswith(("_", "test_")):
             return False
         return isinstance(member, griffe.Function) or "property" in member.labels
 
     def head(self, one: griffe.Object, name: str, *, is_member: bool) -> tuple[str, list[str], list[str]]:
-        """Directive, signatures and options."""
+        """Return the directive, signatures and options."""
         labels = one.labels
         if isinstance(one, griffe.Class):
             is_error = name.endswith(("Error", "Exception"))
@@ -158,7 +158,7 @@ class Writer:
         return "method" if is_member else "function", signatures, options
 
     def made_from(self, one: griffe.Class) -> str:
-        """Arguments of a class: those of its `__init__`, or a record's attributes."""
+        """Return the arguments of a class: those of its `__init__`, or a record's attributes."""
         own = one.members.get("__init__")
         if isinstance(own, griffe.Function) and not any(parameter.name == "cls" for parameter in own.parameters):
             return self.signature(own, skip_self=True, with_result=False)
@@ -176,7 +176,7 @@ class Writer:
         return f"({', '.join([*(['*'] if by_name and words else []), *words])})"
 
     def signature(self, function: griffe.Function, *, skip_self: bool, with_result: bool = True) -> str:
-        """A function's signature, in which names of ours have their full path, so that they become links."""
+        """Return a function's signature, with full paths for our names, so that they become links."""
         words: list[str] = []
         seen_star = False
         for parameter in function.parameters:
@@ -194,7 +194,7 @@ class Writer:
         return f"({', '.join(words)}){result}"
 
     def typed(self, annotation: griffe.Expr | str, *, short: bool = False) -> str:
-        """An annotation, with the public path of each name of ours."""
+        """Return an annotation with the public path of each of our names."""
         if isinstance(annotation, str):
             return annotation.strip("'\"")
         parts = annotation.iterate(flat=True)
@@ -206,7 +206,7 @@ class Writer:
         )
 
     def docstring(self, one: griffe.Object) -> Iterator[str]:
-        """Text and sections of a docstring."""
+        """Yield the text and sections of a docstring."""
         if one.docstring is None:
             return
         for section in one.docstring.parse("google", warn_unknown_params=True):
@@ -222,7 +222,7 @@ class Writer:
                 yield from (f"**{TITLES[kind]}**", "", *map(self.item, section.value), "")
 
     def item(self, one: griffe.DocstringElement) -> str:
-        """One argument, attribute, result or error, in a list."""
+        """Return one argument, attribute, result or error as a list item."""
         name, annotation = getattr(one, "name", ""), getattr(one, "annotation", None)
         words = plain(one.description).replace("\n", "\n  ")
         if isinstance(one, griffe.DocstringRaise):
@@ -235,14 +235,14 @@ class Writer:
 
 
 def is_field(member: griffe.Attribute) -> bool:
-    """True for what a record takes as an argument."""
+    """Return True if an attribute is an argument of its record."""
     return (
         member.annotation is not None and "ClassVar" not in str(member.annotation) and "property" not in member.labels
     )
 
 
 def default_of(value: griffe.Expr | str) -> str:
-    """A field's default as a caller would write it."""
+    """Return a field's default as a caller would write it."""
     text = " ".join(str(value).split())
     made = re.fullmatch(r"(?:dataclasses\.)?field\(default_factory=(\w+)\)", text)
     if made:
@@ -251,7 +251,7 @@ def default_of(value: griffe.Expr | str) -> str:
 
 
 def plain(text: str) -> str:
-    """A docstring's text, in which only code spans and code blocks have a meaning of their own."""
+    """Return a docstring's text with Markdown syntax escaped outside code spans and code blocks."""
     special = re.compile(r"([<*|$\\]|\b_|_\b)")
     parts = re.split(r"(```.*?```|``.*?``|`[^`]*`)", text, flags=re.DOTALL)
     return "".join(part if index % 2 else special.sub(r"\\\1", part) for index, part in enumerate(parts))

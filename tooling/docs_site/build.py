@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """Stage, build, and say where the site is; a broken link or reference fails."""
+    """Stage and build the site, and print its path; a broken link or reference is an error."""
     parser = argparse.ArgumentParser(prog="nox -s docs --", description="Build the documentation site.")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".nox/site", help="where it is built")
-    parser.add_argument("--serve", action="store_true", help="then serve it on this machine alone, until Ctrl-C")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".nox/site", help="output folder")
+    parser.add_argument("--serve", action="store_true", help="then serve it on loopback until Ctrl-C")
     options = parser.parse_args()
     started = time.monotonic()
     pages, made, read = (options.folder / name for name in ("pages", "html", "read"))
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def serve(folder: Path) -> None:
-    """Serve a folder on loopback, at a port that the system chooses."""
+    """Serve a folder on loopback, on a port that the system chooses."""
     handler = functools.partial(SimpleHTTPRequestHandler, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         sys.stdout.write(f"http://127.0.0.1:{server.server_address[1]}/\n")

@@ -25,7 +25,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
-html_show_search_summary = False  # it fetches pages, which a browser refuses from disk
+html_show_search_summary = False  # it fetches pages, which browsers refuse for file URLs
 html_theme_options = {
     "logo": {"text": project},
     "header_links_before_dropdown": 6,
@@ -42,5 +42,5 @@ html_context = {"default_mode": "auto"}
 
 
 def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
-    """A documented name's source; extension.py makes an address of it."""
+    """Return the source of a documented name, which extension.py turns into a URL."""
     return f"source:{info['module']}.{info['fullname']}" if domain == "py" else None

@@ -1,4 +1,4 @@
-"""What the site adds to Sphinx: links from code spans, pages of sources, and diagrams."""
+"""Sphinx extension of the site: links from code spans, source pages, and diagrams."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIGNATURE = re.compile(r'(?<="sig-paren">\(</span>)\s*<dl>(.*?)</dl>\s*(?=<span 
 
 
 def setup(app: Sphinx) -> dict[str, object]:
-    """Connect it."""
+    """Connect the extension's handlers."""
     app.connect("doctree-read", draw_diagrams)
     app.connect("doctree-resolved", link_code)
     app.connect("html-collect-pages", source_pages)
@@ -39,7 +39,7 @@ def setup(app: Sphinx) -> dict[str, object]:
 
 
 def draw_diagrams(_app: Sphinx, doctree: nodes.document) -> None:
-    """Replace Mermaid's code by its drawing, which needs no script in the browser."""
+    """Replace Mermaid code with its drawing, which needs no script in the browser."""
     for block in list(doctree.findall(nodes.literal_block)):
         if block.get("language") == "mermaid":
             svg = mermaidx.render(block.astext()).svg()
@@ -61,19 +61,19 @@ def link_code(app: Sphinx, doctree: nodes.document, docname: str) -> None:
             link = nodes.reference("", "", internal=True, refuri=uri)
             span.replace_self(link)
             link += span
-        elif OURS.fullmatch(text) and not docname.endswith("CHANGELOG") and not exists(text):  # they name the past
+        elif OURS.fullmatch(text) and not docname.endswith("CHANGELOG") and not exists(text):  # those name old ones
             LOGGER.warning("`%s` does not exist", text, location=docname)
 
 
 def ancestors(node: nodes.Node) -> Iterator[nodes.Node]:
-    """The nodes around one."""
+    """Yield the ancestors of a node."""
     while node.parent is not None:
         node = node.parent
         yield node
 
 
 def name_uri(app: Sphinx, docname: str, text: str) -> str | None:
-    """Where a public name, or a method of one, is documented."""
+    """Return the URI of a public name or of its method."""
     known = known_names(app.srcdir)
     head, _, member = text.rpartition(".")
     objects = app.env.domains.python_domain.objects
@@ -85,14 +85,14 @@ def name_uri(app: Sphinx, docname: str, text: str) -> str | None:
 
 @functools.cache
 def names(source: Path) -> dict[str, dict[str, str]]:
-    """What stage.py knows of public names."""
+    """Return the public names and sources that stage.py wrote."""
     found: dict[str, dict[str, str]] = json.loads(Path(source, "names.json").read_text())
     return found
 
 
 @functools.cache
 def known_names(source: Path) -> dict[str, str]:
-    """Documented path by every way to write a name: whole, or the name alone where it is one of a kind."""
+    """Return documented paths by every spelling of a name: its full path, or the name alone if it is unique."""
     public = names(source)["public"]
     short: dict[str, set[str]] = {}
     for path in set(public.values()):
@@ -102,14 +102,14 @@ def known_names(source: Path) -> dict[str, str]:
 
 
 def row_uri(app: Sphinx, docname: str, text: str) -> str | None:
-    """Where a setting or a metric is explained."""
+    """Return the URI of a setting or a metric."""
     place = rows(app).get(text)
     return None if place is None or place[0] == docname else page_uri(app, docname, *place)
 
 
 @functools.cache
 def rows(app: Sphinx) -> dict[str, tuple[str, str]]:
-    """Page and heading of each setting and metric."""
+    """Return the page and heading of each setting and metric."""
     found: dict[str, tuple[str, str]] = {}
     for docname in (name for name in TABLES if name in app.env.all_docs):
         for section in app.env.get_doctree(docname).findall(nodes.section):
@@ -120,7 +120,7 @@ def rows(app: Sphinx) -> dict[str, tuple[str, str]]:
 
 
 def file_uri(app: Sphinx, docname: str, text: str) -> str | None:
-    """The source of a file, written as a path from the root or from a package."""
+    """Return the URI of a file's source; the path starts at the root or in a package."""
     if FILE.fullmatch(text):
         found = list(ROOT.glob(text if text.startswith(FOLDERS) else f"*/*/src/{text}"))
         if len(found) == 1:
@@ -129,7 +129,7 @@ def file_uri(app: Sphinx, docname: str, text: str) -> str | None:
 
 
 def exists(text: str) -> bool:
-    """True for a module of ours and for a name in one; the groups of entry points are written alike."""
+    """Return True for our modules, names in them, and groups of entry points."""
     if text in entry_point_groups():
         return True
     package, *parts = text.split(".")
@@ -143,18 +143,18 @@ def exists(text: str) -> bool:
 
 @functools.cache
 def entry_point_groups() -> set[str]:
-    """Groups by which other packages add names to registries."""
+    """Return the entry point groups through which other packages add names to registries."""
     files = ROOT.glob("packages/*/src/**/*.py")
     return {found for file in files for found in re.findall(r'\bgroup="(rl_\w+\.\w+)"', file.read_text())}
 
 
 def page_uri(app: Sphinx, docname: str, target: str, anchor: str) -> str:
-    """Address of a place on a page, from another."""
+    """Return the URI of a place on a page, relative to another page."""
     return f"{app.builder.get_relative_uri(docname, target)}#{anchor}"
 
 
 def source_uri(app: Sphinx, docname: str, place: str) -> str:
-    """Address of a file's page of source, for which it asks."""
+    """Return the URI of a file's source page, and request that page."""
     file, _, anchor = place.partition("#")
     wanted(app).add(file)
     if (ROOT / file).is_dir():
@@ -164,12 +164,12 @@ def source_uri(app: Sphinx, docname: str, place: str) -> str:
 
 @functools.cache
 def wanted(_app: Sphinx) -> set[str]:
-    """Files whose source some page links to."""
+    """Return the files whose source pages are requested."""
     return set()
 
 
 def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, object], str]]:
-    """A page for each of these files."""
+    """Yield a page for each requested file."""
     formatter = HtmlFormatter(linespans="L", wrapcode=True)
     for file in sorted(wanted(app)):
         body = f"<h1><code>{file}</code></h1>" + (
@@ -181,7 +181,7 @@ def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, object], str]]:
 
 
 def lexer_of(file: str) -> Lexer:
-    """The lexer for a file's name; plain text where there is none."""
+    """Return the lexer for a file's name, or one for plain text."""
     try:
         return get_lexer_for_filename(file)
     except ClassNotFound:
@@ -189,13 +189,13 @@ def lexer_of(file: str) -> Lexer:
 
 
 def folder_list(folder: Path) -> str:
-    """Links to the sources of the files in a folder."""
+    """Return links to the source pages of the files in a folder."""
     names = sorted(one.name for one in folder.iterdir() if one.is_file())
     return "<ul>" + "".join(f'<li><a href="{folder.name}/{name}.html">{name}</a></li>' for name in names) + "</ul>"
 
 
 def flatten_signatures(_app: Sphinx, name: str, _template: str, context: dict[str, str], _tree: nodes.Node) -> None:
-    """Write long signatures as lines, not as Sphinx's list within a term, which is no valid list of definitions."""
+    """Write long signatures as lines: Sphinx nests a list in a term, which is not a valid definition list."""
     if name.startswith("api/"):
         context["body"] = SIGNATURE.sub(
             lambda found: found[1].replace("<dd>", '<span class="sig-line">').replace("</dd>", "</span>"),

@@ -1,4 +1,4 @@
-"""Notebooks as pages, with the outputs that were saved in them."""
+"""Convert notebooks to pages, with their saved outputs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def notebook_page(text: str) -> str:
-    """Markdown of a notebook: its text, its code, and each output as a picture or as plain text."""
+    """Return a notebook as Markdown: its text, its code, and each output as an image or plain text."""
     cells: list[dict[str, Any]] = json.loads(text)["cells"]
     return "\n\n".join(part for cell in cells for part in parts_of(cell)) + "\n"
 
 
 def parts_of(cell: dict[str, Any]) -> Iterator[str]:
-    """A cell's source, then its outputs."""
+    """Yield a cell's source, then its outputs."""
     source = "".join(cell["source"])
     yield source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
     for output in cell.get("outputs", ()):

@@ -1,4 +1,4 @@
-"""The tree that Sphinx reads: the repository's Markdown where it lies, and the pages that are generated.
+"""Write the tree that Sphinx reads: the repository's Markdown at its own paths, and generated pages.
 
 A link to a file that is not a page gets the scheme `source:`; extension.py shows the text of that file on a page.
 """
@@ -25,7 +25,7 @@ def stage(root: Path, folder: Path) -> list[str]:
     """Write the tree into an empty folder.
 
     Returns:
-        What is wrong with docstrings.
+        Problems in docstrings.
     """
     api = make_api(root)
     wanted: dict[str, bytes] = {}
@@ -46,7 +46,7 @@ def stage(root: Path, folder: Path) -> list[str]:
 
 
 def with_entries(pages: Iterable[Path], files: Iterable[str]) -> Iterator[tuple[Path, str]]:
-    """The pages of contents, in which an entry such as `/docs/*` stands for the documents that no entry took before."""
+    """Return the contents pages; a pattern such as `/docs/*` expands to documents that no earlier entry lists."""
     texts = {page: page.read_text() for page in pages}
     named = {name for text in texts.values() for name in re.findall(r"^(?:.*<)?/([\w./-]+)>?$", text, re.MULTILINE)}
     rest = sorted({file.removesuffix(".md") for file in files if file.endswith(".md")} - named)
@@ -61,7 +61,7 @@ def with_entries(pages: Iterable[Path], files: Iterable[str]) -> Iterator[tuple[
 
 
 def listed(root: Path) -> Iterator[Path]:
-    """Files of the repository that belong on the site, and are tracked or new."""
+    """Yield the tracked and new files of the repository that belong on the site."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
     for name in sorted(set(names)):
@@ -70,7 +70,7 @@ def listed(root: Path) -> Iterator[Path]:
 
 
 def unreleased(root: Path, file: Path) -> str:
-    """For a changelog, the changes since the last release, by kind; empty for other pages."""
+    """Return the changes since the last release by kind, for a changelog; empty for other pages."""
     if file.name != "CHANGELOG.md":
         return ""
     kinds: dict[str, list[str]] = {}
@@ -82,7 +82,7 @@ def unreleased(root: Path, file: Path) -> str:
 
 
 def with_source_links(root: Path, file: Path, text: str) -> str:
-    """A page's text, in which links to a folder lead to its README, and others to the source of the file or folder."""
+    """Rewrite a page's links: a folder's to its README, others to the source page of the file or folder."""
 
     def rewritten(found: re.Match[str]) -> str:
         target = Path(os.path.normpath(file.parent / found[1]))

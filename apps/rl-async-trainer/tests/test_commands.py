@@ -34,8 +34,8 @@ def test_a_run_that_is_not_there_is_told_from_one_that_has_ended(
         return capsys.readouterr().err
 
     assert complaint("status", "runs/a") == (
-        f"error: no live run in runs/a: there is no such folder (looked in {tmp_path}). "
-        "A run makes it when its settings are checked.\n"
+        f"error: no live run in runs/a: the folder does not exist (looked in {tmp_path}). "
+        "A run creates it after checking its settings.\n"
     )
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
@@ -48,5 +48,5 @@ def test_a_run_that_is_not_there_is_told_from_one_that_has_ended(
         folder.release()
     (run / "control.json").write_text(json.dumps({"socket": str(tmp_path / "socket")}))
     assert complaint("scale", "runs/a", "--engines", "2") == (
-        "error: no live run in runs/a: its process has ended. Continue it with train --resume.\n"
+        "error: no live run in runs/a: its process has ended. Continue it with `train --resume`.\n"
     )

@@ -110,6 +110,6 @@ def test_more_engines_than_there_are_cpus_are_refused_before_anything_is_told_of
 
     cpus = len(os.sched_getaffinity(0))
     request = {"do": "scale", "engines": cpus + 7}
-    says = f"{cpus + 7} engines need 1 CPU and 0 GPUs each; this machine has {cpus} CPU.*: room for {cpus}. Ask for at"
+    says = f"{cpus + 7} engines need 1 CPU and 0 GPUs each; this machine has {cpus} CPU.*: room for {cpus}. Request at"
     with pytest.raises(NotReadyError, match=says):
         asyncio.run(answer_request(Processes(), Unasked(), Unasked(), request))  # type: ignore[arg-type]

@@ -62,5 +62,7 @@ def test_a_replay_does_not_go_on_without_a_group_that_failed_before():
         for index in range(2):
             queue.fail(uid, index, reason="the engine fell")
     plan = ReplayPlan(issued=("p0", "p1", "p2", "p3"), steps=(("p1",), ("p2", "p3")), started={})
-    with pytest.raises(RolloutError, match=r"trained group p3 in step 2, and .* cannot have it: no rows: the engine"):
+    with pytest.raises(
+        RolloutError, match=r"trained group p3 in step 2, but .* failed in the replay: no rows: the engine"
+    ):
         restored(queue, plan)

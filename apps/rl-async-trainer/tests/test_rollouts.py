@@ -109,7 +109,7 @@ def test_of_a_rollouter_that_died_a_step_says_nothing(tmp_path: Path):
 
 
 def test_where_no_group_has_failed_yet_the_last_failure_says_where_to_look(tmp_path: Path):
-    assert Side(tmp_path).rollouts.last_failure == "in an earlier launch; record.jsonl has the reasons"
+    assert Side(tmp_path).rollouts.last_failure == "in an earlier launch; see record.jsonl"
 
 
 def test_a_replay_ends_with_the_first_group_that_it_cannot_have(tmp_path: Path):
@@ -119,8 +119,8 @@ def test_a_replay_ends_with_the_first_group_that_it_cannot_have(tmp_path: Path):
     with pytest.raises(RolloutError) as caught:
         asyncio.run(side.rollouts.gather())
     assert str(caught.value).startswith(
-        "the recorded run trained group p0 in step 2, and the replay cannot have it: all sessions failed; the first: "
-        "the skip cache has no entry. Its entry in the skip cache is missing, or its reward or filter fails now."
+        "the recorded run trained group p0 in step 2, but the group failed in the replay: all sessions failed; the "
+        "first: the skip cache has no entry. Its entry in the skip cache is missing, or its reward or filter now fails."
     )
 
 

@@ -111,7 +111,7 @@ def test_a_split_of_ones_own_and_whole_rollouts(small: str, capsys: pytest.Captu
     ("words", "message"),
     [
         (["--gpus", "7"], "--gpus must be multiples of engine.gpus = 2; found 7"),
-        (["--gpus", "many"], "--gpus must be whole numbers from 2 on"),
+        (["--gpus", "many"], "--gpus must be integers of at least 2"),
         (["--split", "64"], "--split must be two numbers of GPUs such as 64:64; found '64'"),
         (["--split", "3:5"], "multiple of engine.gpus = 2"),
         (["--split", "4:4", "--gpus", "16"], "--split 4:4 has 8 GPUs, but --gpus is 16"),
@@ -122,8 +122,8 @@ def test_a_split_of_ones_own_and_whole_rollouts(small: str, capsys: pytest.Captu
         (["--seed", "-3"], "--seed must be at least 0"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--search", "--split", "4:4"], "not allowed with"),
-        (["--published"], "leave out the workload"),
-        (["--from", "run"], "a workload or --from RUN, not both"),
+        (["--published"], "Leave out the workload"),
+        (["--from", "run"], "either a workload or --from RUN; found both"),
         (["--json", "/nowhere/found.json", "--gpus", "8", "--steps", "1"], "/nowhere/found.json cannot be written"),
     ],
 )

@@ -46,7 +46,7 @@ def test_a_run_that_is_killed_too_often_has_failed(tmp_path: Path, monkeypatch: 
     (event,) = read_events(folder / "events.jsonl")
     assert (event["event"], event["role"]) == ("run_failed", "controller")
     assert event["error"] == (
-        "RoleDiedError: the run's process was ended by signal 9 (SIGKILL). It was restarted 1 times, the maximum "
+        "RoleDiedError: signal 9 (SIGKILL) ended the run's process. It was restarted 1 time, the maximum "
         "(roles.controller_restarts)."
     )
     assert not (folder / "summary.json").exists()

@@ -92,7 +92,7 @@ def test_a_collector_that_never_ends_does_not_hang_the_watchdog(tmp_path):
         return report
 
     report = asyncio.run(run())
-    assert "could not be asked within 0.01 s" in report.verdict
+    assert "did not report within 0.01 s" in report.verdict
     assert "in collect" in report.roles[0].stack
     assert report.roles[0].is_answering
     wait_until(watched.path.exists, "the report, which may take longer than 0.01 s to write", deadline_s=FAR_S)
@@ -105,7 +105,7 @@ def test_a_collector_that_fails_is_said_to_have(tmp_path):
 
     watched = Watched(tmp_path, collect)
     watched.clock.advance(100)
-    assert watched.check().causes == ("the roles could not be asked: RuntimeError: the queue is closed",)
+    assert watched.check().causes == ("the roles could not report: RuntimeError: the queue is closed",)
     assert len(watched.hangs) == 1
 
 
@@ -156,7 +156,7 @@ def test_the_thread_reports_once_when_the_event_loop_has_not_turned(tmp_path):
     assert watched.dog.check_loop() is None
     watched.clock.advance(1)
     report = watched.dog.check_loop()
-    assert report.causes == ("the event loop of controller has not turned for 100 s",)
+    assert report.causes == ("the event loop of controller has been blocked for 100 s",)
     assert not report.roles[0].is_answering
     assert "in test_the_thread_reports_once_when_the_event_loop_has_not_turned" in report.roles[0].stack
     assert (watched.dog.check_loop(), watched.check()) == (None, None)
@@ -186,7 +186,7 @@ def test_a_blocked_event_loop_is_reported_with_its_stacks(tmp_path, blocks_in):
     asyncio.run(work())
     assert len(watched.hangs) == 1
     report = read_hang_report(watched.path)
-    assert "has not turned for" in report.verdict
+    assert "has been blocked for" in report.verdict
     assert "in block_the_loop" in report.roles[0].stack
     assert not any(thread.name == "watchdog" for thread in threading.enumerate())
 

@@ -49,7 +49,7 @@ def test_engines_that_say_nothing_are_waited_for_twice_as_long_as_a_group():
     async def never(_: PackedWeights) -> None:
         await asyncio.Event().wait()
 
-    words = r"waited 0\.02 s \(twice rollout\.deadline_s\) for the engines to take version 5"
+    words = r"waited 0\.02 s \(twice rollout\.deadline_s\) for the engines to load version 5"
     with pytest.raises(DeadlineError, match=words):
         publish(SimpleNamespace(publish=never), deadline_s=0.01)
 

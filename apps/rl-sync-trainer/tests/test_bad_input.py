@@ -97,7 +97,7 @@ NAMES = {
     "nothing near": Mistake(settings={"zzz__qqq": 1}, says=("unknown setting 'zzz.qqq'", "`train --help` lists all")),
     "wrong type": Mistake(
         settings={"trainer__steps": "many"},
-        says=("trainer.steps: input should be a valid integer", "found 'many' (command line)", "Training steps"),
+        says=("trainer.steps: must be integer; found 'many' (command line). Training steps",),
     ),
     "wrong type in the file": Mistake(
         spoil=in_file("group_size = 4", 'group_size = "four"'), says=("rollout.group_size", "'four'", "settings.toml)")
@@ -112,7 +112,7 @@ NAMES = {
     ),
     "wrong choice": Mistake(
         settings={"run__if_exists": "overwrite"},
-        says=("run.if_exists: input should be 'refuse', 'resume' or 'archive'; found 'overwrite'",),
+        says=("run.if_exists: must be refuse | resume | archive; found 'overwrite'",),
     ),
     "two at once": Mistake(
         settings={"trainer__steps": "many", "rollout__temperature": "hot"},
@@ -130,15 +130,15 @@ NAMES = {
     ),
     "JSON for a table": Mistake(
         settings={"prompts__template_options": '{"enable_thinking": false}'},
-        says=("text of 26 characters that is no TOML, which has = where JSON has a colon",),
+        says=("text of 26 characters that is not TOML (TOML uses = where JSON uses a colon)",),
     ),
     "a path for a table": Mistake(
         settings={"distillation__teachers__big": "models/x"},
-        says=("distillation.teachers: must be {name = value}; item big: must be {name = value}, found 'models/x'",),
+        says=("distillation.teachers: must be {name = value}; item big must be {name = value}; found 'models/x'",),
     ),
     "misspelt within a list": Mistake(
         settings={"reward__parts": "[{function='exact_match', wieght=2}]"},
-        says=("reward.parts: must be [{name = value}, ...]; item 0, wieght: unexpected keyword argument",),
+        says=("reward.parts: must be [{name = value}, ...]; item 0, wieght: unknown name",),
     ),
     "the folder of a settings file": Mistake(
         spoil=lambda run: (
@@ -173,11 +173,11 @@ ARITHMETIC = {
     "a run without a name": Mistake(settings={"run__name": ""}, says=("run.name must be the name of one folder",)),
     "groups do not divide into minibatches": Mistake(
         settings={"trainer__minibatches": 3},
-        says=("rollout.prompts_per_step = 4 groups cannot be divided into trainer.minibatches = 3",),
+        says=("rollout.prompts_per_step = 4 must be a multiple of trainer.minibatches = 3",),
     ),
     "groups of one": Mistake(settings={"rollout__group_size": 1}, says=("rollout.group_size must be at least 2",)),
     "more prompts in a step than there are": Mistake(
-        settings={"rollout__prompts_per_step": 33}, says=("rollout.prompts_per_step = 33", "gives 32 prompts")
+        settings={"rollout__prompts_per_step": 33}, says=("rollout.prompts_per_step = 33", "has 32 prompts")
     ),
     "several at once": Mistake(
         settings={"trainer__steps": 0, "run__seed": -1, "learner__learning_rate": "nan", "reward__timeout_s": 0},
@@ -194,10 +194,10 @@ ARITHMETIC = {
     ),
     "longer than the model's positions": Mistake(
         settings={"rollout__max_response_tokens": 57},
-        says=("make 65 tokens, more than the model's max_position_embeddings = 64",),
+        says=("add up to 65 tokens, more than the model's max_position_embeddings = 64",),
     ),
     "longer than the engine's context": Mistake(
-        settings={"engine__max_model_len": 15}, says=("make 16 tokens, more than engine.max_model_len = 15",)
+        settings={"engine__max_model_len": 15}, says=("add up to 16 tokens, more than engine.max_model_len = 15",)
     ),
     "unknown advantage": Mistake(
         settings={"algorithm__advantage": "gropo"},
@@ -263,7 +263,7 @@ MODELS = {
         settings={"policy__path": "Qwen/Qwen3-0.6B"},
         says=(
             "Qwen/Qwen3-0.6B does not exist",
-            "fetch it by `hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`",
+            "Download it with `hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`",
         ),
     ),
     "a critic that is nowhere": Mistake(
@@ -272,7 +272,7 @@ MODELS = {
     "a home that no shell expands": Mistake(settings={"policy__path": "~/policy"}, says=("~ is not expanded here",)),
     "a file for a folder": Mistake(
         spoil=lambda run: run.replace_in_settings({'/policy"': '/policy/config.json"'}),
-        says=("config.json is not a folder; give the folder that has",),
+        says=("config.json is not a folder. Use the folder with",),
     ),
     "no tokenizer": Mistake(
         spoil=lambda run: [file.unlink() for file in (run.folder / "policy").glob("tokenizer*")],
@@ -347,7 +347,7 @@ FOLDERS = {
     ),
     "nothing to resume": Mistake(words=("--resume",), says=("--resume: ", "has no run to resume")),
     "run folder under a file": Mistake(
-        spoil=lambda run: (run.folder / "runs").write_text(""), says=("runs/tiny cannot be made", "--run.directory")
+        spoil=lambda run: (run.folder / "runs").write_text(""), says=("runs/tiny cannot be created", "--run.directory")
     ),
 }
 

@@ -52,7 +52,7 @@ def test_a_model_that_does_not_load_leaves_no_run(run: TinyRun, capsys: pytest.C
     [
         (
             ["status", "x"],
-            f"error: unknown command 'status'; {KNOWN} See how a run goes with `rl-metrics",
+            f"error: unknown command 'status'; {KNOWN} To check on a run, use `rl-metrics",
         ),
         (
             ["check-machine", "--jason"],
@@ -68,7 +68,7 @@ def test_a_model_that_does_not_load_leaves_no_run(run: TinyRun, capsys: pytest.C
         ),
         (["train", "--help", "rolout"], "error: 'rolout' is neither a section nor a setting. Did you mean 'rollout'?"),
         (["train"], "error: train needs a settings file"),
-        (["export", "only"], "error: export takes a checkpoint"),
+        (["export", "only"], "error: export needs a checkpoint"),
         (["validate", "settings.toml", "--policy"], "error: --policy needs a value."),
     ],
 )

@@ -16,7 +16,7 @@ from rl_trainer_parts.settings.sources import build_settings
 
 RECOMPUTE = {"algorithm.old_logprobs": "recompute"}
 ADVANTAGES_THAT_NEED_MORE = {
-    "remax": "greedy one to the same prompt, which this trainer does not roll out",
+    "remax": "greedy response to the same prompt, which this trainer does not generate",
     "gdpo": "needs algorithm.advantage_options = {weights = {NAME = 1.0, ...}}",
 }
 
@@ -124,26 +124,26 @@ def test_combinations_that_work(changes: dict[str, Any]) -> None:
         ),
         (
             {"algorithm.kl_in": "reward"},
-            'algorithm.kl_in = "reward" needs algorithm.kl_coefficient above 0, where the coefficient begins; found 0.',
+            'algorithm.kl_in = "reward" needs algorithm.kl_coefficient above 0 as its initial value; found 0.',
         ),
         (
             {"algorithm.kl_target": 0.01},
-            "algorithm.kl_target needs algorithm.kl_coefficient above 0, where the coefficient begins; found 0.",
+            "algorithm.kl_target needs algorithm.kl_coefficient above 0 as its initial value; found 0.",
         ),
         (
             {"algorithm.kl_in": "reward", "algorithm.kl_coefficient": 0.1, "algorithm.kl_estimator": "k3+"},
             "algorithm.kl_estimator = 'k3+' has its own gradient, which algorithm.kl_in = \"reward\" does not "
-            "use; write 'k3'.",
+            "use. Set 'k3'.",
         ),
         (
             {"correction.weights": "sequence"},
-            "correction.weights = 'sequence' compares the learner's logprobs with the engine's; it needs "
-            'algorithm.old_logprobs = "recompute", found "rollout".',
+            "correction.weights = 'sequence' compares the learner's logprobs with the engine's, so it needs "
+            'algorithm.old_logprobs = "recompute"; found "rollout".',
         ),
         (
             {"correction.reject": {"token_k3": 0.1}},
-            "correction.reject = {'token_k3': 0.1} compares the learner's logprobs with the engine's; it needs "
-            'algorithm.old_logprobs = "recompute", found "rollout".',
+            "correction.reject = {'token_k3': 0.1} compares the learner's logprobs with the engine's, so it needs "
+            'algorithm.old_logprobs = "recompute"; found "rollout".',
         ),
         (
             {**RECOMPUTE, "correction.weights": "token", "correction.floor": 3.0},

@@ -133,18 +133,18 @@ def test_values_that_must_be_above_zero(folder: Path, name: str, value: float) -
         ({"learner.dtype": "float16"}, "learner.dtype must be one of 'float32', 'bfloat16'; found 'float16'."),
         (
             {"rollout.prompts_per_step": 10, "trainer.minibatches": 4},
-            "rollout.prompts_per_step = 10 groups cannot be divided into trainer.minibatches = 4 equal parts; make "
-            "the first a multiple of the second.",
+            "rollout.prompts_per_step = 10 must be a multiple of trainer.minibatches = 4, so that every mini-batch has "
+            "the same number of groups.",
         ),
         (
             {"prompts.max_tokens": 4000, "rollout.max_response_tokens": 97},
-            "prompts.max_tokens = 4000 and rollout.max_response_tokens = 97 make 4097 tokens, more than the model's "
-            "max_position_embeddings = 4096. Lower one of them.",
+            "prompts.max_tokens = 4000 and rollout.max_response_tokens = 97 add up to 4097 tokens, more than the "
+            "model's max_position_embeddings = 4096. Lower one of them.",
         ),
         (
             {"engine.max_model_len": 2047},
-            "prompts.max_tokens = 1024 (default) and rollout.max_response_tokens = 1024 (default) make 2048 tokens, "
-            "more than engine.max_model_len = 2047. Lower one of them.",
+            "prompts.max_tokens = 1024 (default) and rollout.max_response_tokens = 1024 (default) add up to 2048 "
+            "tokens, more than engine.max_model_len = 2047. Lower one of them.",
         ),
     ],
 )
@@ -269,7 +269,7 @@ def test_a_critic_of_its_own_must_fit_the_layout_too(folder: Path) -> None:
     assert list(trainable_problems(settings_with(folder, layout))) == []
     (found,) = trainable_problems(settings_with(folder, {**layout, "algorithm.advantage": "gae"}))
     assert found.startswith("parallel.expert = 2 needs a mixture of experts")
-    assert found.endswith(f"(That is for critic.path, {folder / 'critic'}.)")
+    assert found.endswith(f"(This concerns critic.path, {folder / 'critic'}.)")
 
 
 def test_learner_options_that_the_layout_or_the_policy_has_no_use_for_are_told(folder: Path) -> None:
@@ -299,7 +299,7 @@ def test_learner_options_that_the_layout_or_the_policy_has_no_use_for_are_told(f
             {"health.pause_on": ["critcal"]},
             "health.pause_on: there is no health rule 'critcal'; the nearest is 'critical'",
         ),
-        ({"health.pause_on": ["memory"], "health.off": ["memory"]}, "take it out of one of them"),
+        ({"health.pause_on": ["memory"], "health.off": ["memory"]}, "Remove it from one of them"),
         ({"health.pause_on": ["memory"], "health.enabled": False}, "health.pause_on needs health.enabled"),
     ],
 )

@@ -95,8 +95,8 @@ def test_all_that_is_wrong_is_told_at_once(folder: Path) -> None:
 
 def test_an_adapter_without_rank_is_refused_and_not_left_out(folder: Path) -> None:
     assert problems(folder, lora={"alpha": 16, "path": folder}) == [
-        "lora.rank = 0 trains all weights; found lora.alpha, lora.path of an adapter. Set lora.rank, or leave out the "
-        "others."
+        "lora.rank = 0 trains all weights; found adapter settings: lora.alpha, lora.path. Set lora.rank, or leave them "
+        "out."
     ]
     assert problems(folder, lora={"rank": 0}) == []
 
@@ -131,17 +131,17 @@ def test_the_engine_has_room_for_the_adapter_that_it_is_given(folder: Path) -> N
 def test_the_plan_counts_what_trains_and_what_travels(folder: Path) -> None:
     lines = plan(folder, lora={"rank": 8}, learner={"learning_rate": 1e-4}, algorithm={"kl_coefficient": 0.1})
     trained = 8 * 2 * OF_LAYER
-    assert f"  trains     {trained:,} of {TOTAL:,} parameters ({trained / TOTAL:.2%}), the others stay" in lines
+    assert f"  trains     {trained:,} of {TOTAL:,} parameters ({trained / TOTAL:.2%}); the others are frozen" in lines
     assert (
-        "             rank 8, B @ A times 2, beside 14 matrices:\n             q_proj, k_proj, v_proj, o_proj, "
+        "             rank 8, B @ A scaled by 2, on 14 matrices:\n             q_proj, k_proj, v_proj, o_proj, "
         in lines
     )
-    assert f"  an update  {4 * trained / MIB:.2f} MiB, beside the base in the engines" in lines
-    assert f"  learner    {(4 * TOTAL + 16 * trained) / GIB:.2f} GiB (weights, gradients, optimizer)" in lines
-    assert "  reference  none: it has the learner's (weights)" in lines
+    assert f"  an update  {4 * trained / MIB:.2f} MiB, served beside the base model" in lines
+    assert f"  learner    {(4 * TOTAL + 16 * trained) / MIB:.2f} MiB (weights, gradients, optimizer)" in lines
+    assert "  reference  none: it shares the learner's (weights)" in lines
     assert "rate       0.0001; LoRA usually needs ten times the learning rate of full training" in lines
     merged = plan(folder, lora={"rank": 8, "serving": "merged"})
-    assert f"  an update  {4 * TOTAL / MIB:.2f} MiB, all weights, adapter merged in" in merged
-    assert "learner.learning_rate = 1e-06 looks like full training's" in merged
-    assert "ten times that, 1e-05" in merged
+    assert f"  an update  {4 * TOTAL / MIB:.2f} MiB, all weights with the adapter merged" in merged
+    assert "learner.learning_rate = 1e-06 looks like a rate for full training" in merged
+    assert "ten times as much, 1e-05" in merged
     assert "Adapter" not in plan(folder)

@@ -148,25 +148,25 @@ def test_a_healthy_machine_has_nothing_wrong() -> None:
             "(RuntimeError: operator torchvision::nms does not exist)",
         ),
         (HEALTHY, Needs(libraries=RUN.libraries, model_problems=("policy.path: gone",)), "model", "problem", "gone"),
-        (HEALTHY, replace(RUN, cpus=9.0), "cpus", "problem", "8; the settings set 9 aside"),
-        (HEALTHY, replace(RUN, processes=9), "processes", "warning", "9 processes on 8 CPUs: "),
-        (HEALTHY, replace(RUN, gpus=4.0), "gpus", "problem", "0; the settings set 4 aside"),
+        (HEALTHY, replace(RUN, cpus=9.0), "cpus", "problem", "8; the settings reserve 9"),
+        (HEALTHY, replace(RUN, processes=9), "processes", "warning", "9 processes on 8 CPUs slow"),
+        (HEALTHY, replace(RUN, gpus=4.0), "gpus", "problem", "0; the settings reserve 4"),
         (replace(HEALTHY, memory=small()), ANY_RUN, "memory", "warning", "62.9 MB of 67.1 MB free"),
         (
             replace(HEALTHY, memory=Space(32 * GB, 12 * GB)),
             RUN,
             "memory",
             "warning",
-            "models and caches take 13.0 GB",
+            "models and caches need 13.0 GB",
         ),
-        (replace(HEALTHY, memory=small()), RUN, "memory", "problem", "models and caches take 13.0 GB"),
+        (replace(HEALTHY, memory=small()), RUN, "memory", "problem", "models and caches need 13.0 GB"),
         (replace(HEALTHY, shared_memory=small()), RUN, "shared memory", "warning", "62.9 MB of 67.1 MB free"),
         (
             replace(HEALTHY, shared_memory=small()),
             replace(RUN, shared_memory=4 * GB),
             "shared memory",
             "problem",
-            "old and new weights take 4.0 GB",
+            "old and new weights need 4.0 GB",
         ),
         (replace(HEALTHY, shared_memory=None), ANY_RUN, "shared memory", "warning", "no /dev/shm"),
         (replace(HEALTHY, loopback_error="Permission denied"), RUN, "ports", "problem", "(Permission denied)"),
@@ -176,10 +176,10 @@ def test_a_healthy_machine_has_nothing_wrong() -> None:
             replace(RUN, uses_ray=True),
             "ray cluster",
             "warning",
-            "a cluster of Ray 2.55.0 runs here (process 7), and this environment has 2.60.0, which cannot join it",
+            "a cluster of Ray 2.55.0 runs here (process 7), but this environment has 2.60.0, which cannot join it",
         ),
         (replace(HEALTHY, disk=small(path="/full")), ANY_RUN, "disk", "warning", "62.9 MB free in /full"),
-        (replace(HEALTHY, disk=small(path="/full")), RUN, "disk", "problem", "checkpoints take 27.0 GB"),
+        (replace(HEALTHY, disk=small(path="/full")), RUN, "disk", "problem", "checkpoints need 27.0 GB"),
         (replace(HEALTHY, disk=small(path="/", is_writable=False)), RUN, "disk", "problem", "/ cannot be written"),
         (replace(HEALTHY, open_files=1024), RUN, "limits", "warning", "1024 open files"),
     ],
@@ -207,9 +207,9 @@ def gpu_findings(machine: Machine, needs: Needs = ANY_RUN) -> dict[str, Check]:
 
 
 def test_gpus_that_torch_cannot_use() -> None:
-    assert gpu_findings(replace(ON_GPUS, cuda=None))["gpus"].found.startswith("2, and torch cannot use them: torch is")
+    assert gpu_findings(replace(ON_GPUS, cuda=None))["gpus"].found.startswith("2, but torch cannot use them: torch is")
     for_cpus = gpu_findings(replace(ON_GPUS, cuda=Cuda()))["gpus"]
-    assert (for_cpus.state, for_cpus.found) == ("warning", "2, and torch 2.13.0 is built for CPUs")
+    assert (for_cpus.state, for_cpus.found) == ("warning", "2, but torch 2.13.0 is built for CPUs")
     old = replace(ON_GPUS, cuda=Cuda(built_for="12.8", error="The NVIDIA driver on your system is too old"))
     found = gpu_findings(old)["gpus"]
     assert found.state == "problem"
@@ -276,7 +276,7 @@ def test_a_mixed_up_vllm_is_told() -> None:
     assert (found.name, found.state, found.found) == (
         "vllm",
         "warning",
-        "this build is for GPUs, and this machine has none",
+        "this build is for GPUs, but this machine has none",
     )
 
 
@@ -366,8 +366,9 @@ def test_what_the_command_prints(
         assert found["checks"][-1]["state"] == "warning"
     else:
         assert text.splitlines()[-3:] == [
-            "warning  limits         10 open files are allowed in a process",
-            "                        try: Run `ulimit -n 65536` before the run starts: Ray opens many files.",
+            "warning  limits         10 open files allowed per process",
+            "                        try: Run `ulimit -n 65536` before you start the run, because Ray opens many "
+            "files.",
             "0 problems, 1 warning",
         ]
     monkeypatch.setattr(command, "read_machine", lambda folder: replace(HEALTHY, python="3.9.1"))

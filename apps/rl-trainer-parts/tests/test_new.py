@@ -111,7 +111,7 @@ def test_nothing_that_is_there_is_written_over(here: Path) -> None:
     (here / "full").mkdir()
     (here / "full/train.jsonl").write_text("mine")
     (here / "file").write_text("mine")
-    words = "full must be a new or empty folder; it has train.jsonl. Choose another folder."
+    words = "full must be a new or empty folder; found train.jsonl in it. Choose another folder."
     for folder, says in (("full", words), ("file", "file cannot be written"), ("file/in", "file/in cannot be written")):
         with pytest.raises(SettingsError) as refused:
             new([folder], Settings, program="rl-sync-trainer")

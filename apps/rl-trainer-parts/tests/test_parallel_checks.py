@@ -56,18 +56,18 @@ def settings_with(changes: dict[str, Any]) -> Settings:
         ),
         ({"parallel.sequence": True}, "sequence = true needs tensor > 1"),
         ({"parallel.virtual_pipeline": 2}, "virtual_pipeline = 2 needs pipeline > 1"),
-        ({"cluster.ray_address": "host:1"}, 'cluster.ray_address is for cluster.kind = "ray" or rollout.placement'),
+        ({"cluster.ray_address": "host:1"}, 'cluster.ray_address needs cluster.kind = "ray" or rollout.placement'),
         (
             {"replicas.count": 2},
-            "replicas.count = 2, replicas.cpus and replicas.gpus need engines in processes of their",
+            "replicas.count = 2, replicas.cpus and replicas.gpus need engines in separate processes",
         ),
-        ({"weights.transport": "ipc"}, 'set rollout.placement to "process" and replicas.count to 1, or take'),
+        ({"weights.transport": "ipc"}, 'set rollout.placement to "process" and replicas.count to 1, or use'),
         (
             {**SHARED_GPU, "replicas.count": 2},
             'weights.transport = "ipc" needs one engine in its own process and a single-rank learner on the same GPU',
         ),
-        ({**SHARED_GPU, "engine.tensor_parallel_size": 2}, "set engine.tensor_parallel_size to 1, or take"),
-        ({**SHARED_GPU, "cluster.kind": "process"}, 'set cluster.kind to "inline" and parallel.ranks to 1, or take'),
+        ({**SHARED_GPU, "engine.tensor_parallel_size": 2}, "set engine.tensor_parallel_size to 1, or use"),
+        ({**SHARED_GPU, "cluster.kind": "process"}, 'set cluster.kind to "inline" and parallel.ranks to 1, or use'),
         (
             {"rollout.sleep_keeps_weights": False, "lora.rank": 4},
             "rollout.sleep_keeps_weights = false drops the",
@@ -75,29 +75,29 @@ def settings_with(changes: dict[str, Any]) -> Settings:
         ({"replicas.count": 0, "rollout.placement": "process"}, "replicas.count must be at least 1; found 0"),
         (
             {"rollout.placement": "ray", "cluster.ray_address": "host:1"},
-            "replicas.gpus must be set where a Ray cluster is joined",
+            "replicas.gpus must be set when the run joins a Ray cluster",
         ),
-        ({"cluster.gpus_per_rank": 1}, "set nothing aside for a rank in the trainer's process"),
-        ({"cluster.kind": "ray", "cluster.ray_address": "host:1"}, "cluster.gpus_per_rank must be set where a Ray"),
+        ({"cluster.gpus_per_rank": 1}, "reserve nothing for a rank in the trainer's process"),
+        ({"cluster.kind": "ray", "cluster.ray_address": "host:1"}, "cluster.gpus_per_rank must be set when the"),
         ({"cluster.gpus_per_rank": -1}, "cluster.gpus_per_rank must be at least 0; found -1"),
         ({"trainer.epochs": 0}, "trainer.epochs must be at least 1; found 0"),
         ({"critic.value_clip": 0}, "critic.value_clip must be above 0; found 0"),
-        ({"weights.transport": "tcp"}, 'weights.transport = "tcp" is for engines in separate processes'),
+        ({"weights.transport": "tcp"}, 'weights.transport = "tcp" needs engines in separate processes'),
         (
             {"weights.transport": "direct", "rollout.placement": "process"},
-            "needs every rank in its own process, from which it sends its shards",
+            "needs every rank in its own process, to send its own shards",
         ),
         (
             {"weights.transport": "direct", "cluster.kind": "process", "policy.learner": "torch"},
-            "needs every rank in its own process, from which it sends its shards",
+            "needs every rank in its own process, to send its own shards",
         ),
         (
             {"weights.transport": "direct", "cluster.kind": "process", "trainer.offload": True},
-            "trainer.offload = true takes them away before the engine has them",
+            "trainer.offload = true frees them before the engine has received them",
         ),
         (
             {"algorithm.advantage": "gae", "policy.learner": "torch"},
-            "needs a critic, which policy.learner",
+            "needs a critic, which only policy.learner",
         ),
     ],
 )
@@ -150,4 +150,4 @@ def test_the_plan_says_whether_this_machine_has_what_the_ranks_ask_for(
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     settings = settings_with({"policy.path": tmp_path, "parallel.ranks": 2, "cluster.kind": "process"})
     plan = describe_plan(settings, PromptCounts(train=1, validation=0, test=0))
-    assert "and 1 GPU, room for 1 of 2 ranks: a run here would be refused" in plan
+    assert "and 1 GPU, room for 1 of 2 ranks, so a run here would be refused" in plan

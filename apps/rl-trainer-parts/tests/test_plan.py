@@ -33,7 +33,7 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 OF_EXPERTS, ROUTERS = 2 * 16 * 3 * 1024**2, 2 * 16 * 1024
-GIB, COUNTS = 2**30, PromptCounts(train=30, validation=0, test=0)
+MIB, COUNTS = 2**20, PromptCounts(train=30, validation=0, test=0)
 
 
 def make_model(folder: Path, **config: Any) -> Path:
@@ -62,7 +62,7 @@ def plan_settings(policy: Path, **changes: dict[str, object]) -> Settings:
 def test_batch_arithmetic(policy: Path) -> None:
     text = describe_plan(plan_settings(policy), PromptCounts(train=30, validation=7, test=8))
     assert "6 prompts x 4 sessions = 24 trajectories" in text
-    assert "2 optimizer update(s), of at most 4 micro-batches in all" in text  # 24 * 128 / 1000 = 3.07
+    assert "2 optimizer updates, at most 4 micro-batches in total" in text  # 24 * 128 / 1000 = 3.07
     assert "100 + 28 = 128 a trajectory" in text
     assert "10 steps, 240 trajectories, 2.00 epochs" in text
     assert "30 to train on, 8 to test at the start and the end" in text
@@ -78,8 +78,8 @@ def test_roles_and_memory(policy: Path) -> None:
     plain = describe_plan(plan_settings(policy), COUNTS)
     count = ATTENTION + FEED_FORWARD + EMBEDDING + NORMS
     assert f"Memory, without activations, for {count:,} parameters\n" in plain
-    assert f"  learner    {16 * count / GIB:.2f} GiB (weights, gradients, optimizer)\n" in plain
-    assert f"  engine     {4 * count / GIB:.2f} GiB weights" in plain
+    assert f"  learner    {16 * count / MIB:.2f} MiB (weights, gradients, optimizer)\n" in plain
+    assert f"  engine     {4 * count / MIB:.2f} MiB weights" in plain
     assert "reference" not in plain
     assert "vllm, float32, in the learner's process; loop single_turn" in plain
     changes = {"algorithm": {"kl_coefficient": 0.01}, "rollout": {"placement": "process"}}
@@ -97,17 +97,18 @@ def test_ranks_and_critic(policy: Path) -> None:
         "trainer": {"epochs": 3},
     }
     text = describe_plan(plan_settings(policy, **changes), COUNTS)
-    assert "4 ranks in processes of this machine: tensor 2, data 2" in text
+    assert "4 ranks in processes: tensor 2, data 2" in text
     assert "reserved for each: 0.5 CPUs and 0 GPUs" in text
     assert "critic     the policy's layers with a value head of zeros; learning rate 1e-05" in text
-    assert "in 6 optimizer update(s)" in text
-    memory = 16 * ((ATTENTION + FEED_FORWARD + EMBEDDING) // 2 + NORMS) / GIB
-    assert f"  learner    {memory:.2f} GiB on each of 4 ranks (weights, gradients, optimizer)" in text
-    assert f"  critic     {memory:.2f} GiB on each of 4 ranks, like the learner, for " in text
+    assert "in 6 optimizer updates, " in text
+    memory = 16 * ((ATTENTION + FEED_FORWARD + EMBEDDING) // 2 + NORMS) / MIB
+    assert f"  learner    {memory:.2f} MiB on each of 4 ranks (weights, gradients, optimizer)" in text
+    value_head = 16 * 1024 / MIB
+    assert f"  critic     {memory + value_head:.2f} MiB on each of 4 ranks, like the learner, for " in text
 
 
 def test_what_layers_keep_on_a_gpu_is_said_where_it_is_known(policy: Path) -> None:
-    said = "GiB on a GPU for what its layers keep of full micro-batches"
+    said = "of activations on a GPU for full micro-batches"
     assert said in describe_plan(plan_settings(policy, learner={"dtype": "bfloat16"}), COUNTS)
     for other in ({"dtype": "float32"}, {"dtype": "bfloat16", "kernels": "plain"}):
         assert said not in describe_plan(plan_settings(policy, learner=other), COUNTS)
@@ -129,12 +130,12 @@ def test_a_mixture_of_every_kind(tmp_path: Path) -> None:
     assert f"Memory, without activations, {said}" in lines
     last = OF_EXPERTS // 2 // 2 + (ATTENTION + ROUTERS + NORMS - 1024) // 2 + 1024 + EMBEDDING
     for name, weights, bytes_each in (("learner", last, 18), ("reference", last, 2)):
-        (line,) = [line for line in lines if line.startswith(f"  {name}") and "GiB" in line]
-        assert f" {bytes_each * weights / GIB:.2f} GiB on the fullest of 4 ranks " in line
-    (critic,) = [line for line in lines if line.startswith("  critic") and "GiB" in line]
+        (line,) = [line for line in lines if line.startswith(f"  {name}") and "MiB" in line]
+        assert f" {bytes_each * weights / MIB:.2f} MiB on the fullest of 4 ranks " in line
+    (critic,) = [line for line in lines if line.startswith("  critic") and "MiB" in line]
     assert critic.endswith(said)
-    (teacher,) = [line for line in lines if line.startswith("  teacher") and "GiB" in line]
-    assert teacher == f"  teacher    large: 1 x {4 * count / GIB:.2f} GiB weights, {said}"
+    (teacher,) = [line for line in lines if line.startswith("  teacher") and "MiB" in line]
+    assert teacher == f"  teacher    large: 1 x {4 * count / MIB:.2f} MiB weights, {said}"
     text = describe_plan(plan_settings(dense, distillation=changes["distillation"]), COUNTS)
     assert "active" not in next(line for line in text.splitlines() if line.startswith("Memory"))
     assert teacher in text

@@ -139,9 +139,9 @@ def test_options_of_export_that_do_not_fit(
     target = str(tmp_path / "exported")
     for option in (["--adapter"], ["--merge"], ["--base", str(tmp_path)]):
         assert main(["export", str(run), target, *option]) == 2
-        assert f"has no adapter: all of its weights were trained. Leave out {option[0]}." in capsys.readouterr().err
+        assert f"has no adapter, because all weights were trained. Leave out {option[0]}." in capsys.readouterr().err
     assert main(["export", str(adapter_run), target, "--adapter", "--merge"]) == 2
-    assert "takes either --adapter, for the adapter alone, or --merge" in capsys.readouterr().err
+    assert "accepts either --adapter, to write the adapter alone, or --merge" in capsys.readouterr().err
     with pytest.raises(SettingsError, match="exists and is not empty"):
         export_adapter(adapter_run, tmp_path)
 

@@ -99,8 +99,11 @@ def test_the_plan_has_their_bytes(tmp_path: Path) -> None:
     ("changes", "why"),
     [
         ({"engine": {"capture_experts": False}}, "engine.capture_experts = false"),
-        ({"policy": {"learner": "torch"}}, 'policy.learner = "torch" cannot replay them; "megatron" can'),
-        ({"rollout": {"engine": "transformers"}}, 'rollout.engine = "transformers" tells none; "vllm" does'),
+        ({"policy": {"learner": "torch"}}, 'policy.learner = "torch" cannot replay routing; "megatron" can'),
+        (
+            {"rollout": {"engine": "transformers"}},
+            'rollout.engine = "transformers" does not report routing; "vllm" does',
+        ),
     ],
 )
 def test_the_plan_says_that_and_why_a_mixture_trains_without_replay(

@@ -160,7 +160,7 @@ def test_the_lock_is_held_after_archiving(tmp_path: Path) -> None:
 
 def test_nothing_to_resume(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
-    with pytest.raises(SettingsError, match="has no run to resume; leave out --resume"):
+    with pytest.raises(SettingsError, match=r"has no run to resume\. Leave out --resume"):
         begin(settings, resume=True)
     assert not settings.run_folder.exists()
 
@@ -267,7 +267,7 @@ def test_what_a_mistake_left_is_moved_aside_so_that_the_next_run_begins_anew(tmp
     with pytest.raises(DataError, match="row 7"):
         write_and_fail(settings, say=said.append)
     (words,) = said
-    aside = Path(words.removeprefix("no step was saved; what the run has written was moved to "))
+    aside = Path(words.removeprefix("no step was saved; the run's files were moved to "))
     assert (aside / "settings.toml").exists()
     assert (aside / "queue" / "journal").exists()
     begin(settings_in(tmp_path, run__seed=3))
@@ -299,7 +299,7 @@ def test_a_refused_resume_keeps_a_run_without_checkpoints(tmp_path: Path) -> Non
 
 def test_a_place_that_cannot_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    with pytest.raises(SettingsError, match=r"runs/run cannot be made \(.*Not a directory"):
+    with pytest.raises(SettingsError, match=r"runs/run cannot be created \(.*Not a directory"):
         begin(settings_in(tmp_path))
 
 
@@ -307,7 +307,7 @@ def test_a_run_that_has_done_more_steps_is_not_resumed_for_fewer(tmp_path: Path)
     settings = settings_in(tmp_path)
     begin(settings)
     (settings.run_folder / "checkpoints" / "step_7").mkdir(parents=True)
-    with pytest.raises(SettingsError, match=r"has done 7 steps, more than trainer\.steps = 4"):
+    with pytest.raises(SettingsError, match=r"has finished 7 steps, more than trainer\.steps = 4"):
         begin(settings_in(tmp_path, trainer__steps=4), resume=True)
     assert begin(settings_in(tmp_path, trainer__steps=7), resume=True) == []
 
@@ -364,7 +364,7 @@ def test_a_refused_run_gives_the_umask_back(tmp_path: Path) -> None:
         assert os.umask(0o077) == 0o077  # as the holder has it
         holder.release()
         (tmp_path / "runs" / "file").touch()
-        with pytest.raises(SettingsError, match="cannot be made"):
+        with pytest.raises(SettingsError, match="cannot be created"):
             begin(settings_in(tmp_path, run__name="file"))
         assert os.umask(0o022) == 0o022
     finally:
@@ -375,7 +375,7 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
     settings.run_folder.mkdir(parents=True)
     (settings.run_folder / ".lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SettingsError, match=r"cannot be made .*symbolic link"):
+    with pytest.raises(SettingsError, match=r"cannot be created .*symbolic link"):
         begin(settings)
     assert not (tmp_path / "elsewhere").exists()
 

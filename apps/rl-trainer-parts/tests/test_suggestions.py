@@ -45,7 +45,7 @@ def test_flags_and_sections_of_the_other_trainer_are_known() -> None:
 
 @pytest.mark.parametrize("name", ["router_aux_loss_coef", "moe_z_loss_coeff", "moe_router_bias_update_rate"])
 def test_losses_of_a_router_are_refused_with_the_reason(name: str) -> None:
-    assert suggest(f"learner.{name}", KNOWN).startswith(" The learners add no router loss and keep the router's")
+    assert suggest(f"learner.{name}", KNOWN).startswith(" The learners add no router loss and do not change the")
 
 
 def test_nothing_is_suggested_where_nothing_is_near() -> None:

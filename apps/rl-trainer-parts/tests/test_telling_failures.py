@@ -66,7 +66,7 @@ def test_a_reward_that_raises_is_told_wherever_it_stands(on_failure: str, in_par
     assert found.num_rewards == 1
     said = told(event_of(found))
     if on_failure == "zero":
-        assert said.startswith("step 3: the rewards of 1 of 1 sessions failed, and count 0. The first: ")
+        assert said.startswith("step 3: the rewards of 1 of 1 sessions failed and count as 0. The first: ")
         assert found.drafts(SettingsOf(), step=3) == []  # type: ignore[arg-type]
     else:
         assert said.startswith("step 3: 1 of 1 sessions failed, 1 of them in their reward; they are left out. The fir")

@@ -46,7 +46,7 @@ class Roles:
 
     @property
     def all(self) -> dict[str, Role]:
-        """By name."""
+        """All roles by name."""
         named = {"rollouter": self.rollouter, "learner": self.learner}
         return named if self.teachers is None else {**named, "teachers": self.teachers}
 

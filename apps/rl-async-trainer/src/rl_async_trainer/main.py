@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from rl_trainer_parts.commands.amounts import counted
 from rl_trainer_parts.commands.command_line import (
     Program,
     export,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 USAGE = """usage: rl-async-trainer COMMAND ...
 
   new DIR [--model FOLDER]
-      Write commented settings, a reward and ten problems to start from.
+      Write commented settings, a reward and ten problems as the start of a new run.
   check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
       Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
   train SETTINGS.toml [--resume] [--dry-run] [--replay RUN] [--section.name=value ...]
@@ -125,7 +126,7 @@ def train(words: list[str]) -> int:
 
         problems = list(schedule_problems(settings))
         if replayed is not None and not problems:
-            read_plan(Path(replayed), settings.schedule_options)  # refused here where it cannot be replayed
+            read_plan(Path(replayed), settings.schedule_options)  # raises here if it cannot be replayed
         return train_checked(
             settings,
             console=console,
@@ -139,7 +140,7 @@ def train(words: list[str]) -> int:
 
 def status(words: list[str]) -> int:
     """`status RUN`."""
-    parser = argparse.ArgumentParser(prog="rl-async-trainer status", description="What a live run does.")
+    parser = argparse.ArgumentParser(prog="rl-async-trainer status", description="Show what a live run is doing.")
     parser.add_argument("run", type=Path, help="the run's folder")
     options = parser.parse_args(words)
     from rl_async_trainer.liveness.control_socket import ask_run
@@ -164,23 +165,23 @@ def scale(words: list[str]) -> int:
 
     request = {"do": "scale", "engines": options.engines}
     subject = f"scale {options.run.resolve()}"
-    with closing(ConsoleTracker(console=Console(stderr=True), subject=subject)) as console:  # the answer is the output
-        what, how = f"waiting until {options.engines} engine(s) serve", "new engines load the policy"
+    with closing(ConsoleTracker(console=Console(stderr=True), subject=subject)) as console:  # stdout: the answer
+        what, how = f"scaling to {counted(options.engines, 'engine')}", "new engines load the policy"
         with console.phase(what, is_brief=True, detail=lambda: how):
             count = ask_run(options.run, request, deadline_s=SCALE_DEADLINE_S)
-    say(f"the run has {count} engine(s) now")
+    say(f"the run now has {counted(count, 'engine')}")
     return 0
 
 
 def _status_lines(answer: dict[str, Any]) -> list[str]:
     if "stage" in answer:
-        said = f"the run is {answer['stage']}, {answer['launch_s']:.0f} s after its launch; now:"
+        said = f"the run is {answer['stage']}, {answer['launch_s']:.0f} s after its launch; in progress:"
         return [said, *(f"  {one}" for one in answer["running"])]
     schedule = answer["schedule"]
     lines = [
         f"step {schedule['step']} of {schedule['steps']}",
         f"versions: engines serve {schedule['served_version']}, the learner trains {schedule['learner_version']}",
-        f"groups: {schedule['inflight']} generated now, {schedule['ready']} ready, {schedule['waiting']} to start",
+        f"groups: {schedule['inflight']} in flight, {schedule['ready']} ready, {schedule['waiting']} waiting to start",
     ]
     if schedule["blocked_by"]:
         lines.append(f"the learner waits for {', '.join(schedule['blocked_by'])}")

@@ -90,13 +90,13 @@ class AsyncSettings(Settings):
 
     @property
     def zero_metrics(self) -> tuple[str, ...]:
-        """As in every trainer, if sampled tokens are not compared with an older version."""
+        """Metrics that are 0 by design, unless sampled tokens are compared with an older version."""
         is_older = self.algorithm.old_logprobs == "rollout" and not self.schedule_options.is_on_policy
         return UPDATE_KL if self.has_one_update and not is_older else ()
 
     @property
     def schedule_options(self) -> ScheduleOptions:
-        """For the scheduler."""
+        """Options of the scheduler."""
         return ScheduleOptions(
             groups_per_step=self.rollout.prompts_per_step,
             num_steps=self.trainer.steps,
@@ -132,17 +132,17 @@ def schedule_problems(settings: AsyncSettings) -> Iterator[str]:
     limit = schedule.max_inflight_groups
     if options.is_on_policy and limit is not None and limit < settings.rollout.prompts_per_step:
         yield (
-            f"schedule.max_inflight_groups = {limit} would start the {settings.rollout.prompts_per_step} groups of an "
-            "on-policy step a part at a time, which gives other batches than a synchronous run. Leave it out, or allow "
-            "schedule.max_staleness = 1."
+            f"schedule.max_inflight_groups = {limit} must be at least rollout.prompts_per_step = "
+            f"{settings.rollout.prompts_per_step} on policy, so that batches equal those of a synchronous run. Leave "
+            "it out, or set schedule.max_staleness = 1."
         )
     if settings.distillation.texts is not None:
         yield (
-            "distillation.texts trains on texts that are there already: nothing is generated, and nothing can overlap. "
-            "Use rl-sync-trainer."
+            "distillation.texts trains on existing texts, so there is no generation to overlap with training. Use "
+            "rl-sync-trainer."
         )
     if settings.rollout.sleep or settings.trainer.offload:
         yield (
-            "rollout.sleep and trainer.offload make room on devices that generation and training take turns on; here "
-            "both work at once. Leave them out, or use rl-sync-trainer."
+            "rollout.sleep and trainer.offload are for devices that generation and training use in turn, but here both "
+            "run at once. Leave them out, or use rl-sync-trainer."
         )

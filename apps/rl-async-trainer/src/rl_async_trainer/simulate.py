@@ -1,4 +1,4 @@
-"""`rl-async-trainer simulate`: step times on a virtual clock."""
+"""`rl-async-trainer simulate`: simulate step times on a virtual clock."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ from rl_rollout.simulation import (
 from rl_trainer_parts.commands.command_line import say
 
 DEFAULT_GPUS = "32,64,128"
-WARM_UP = "a version is batch.groups groups: what a synchronous step trains"
+WARM_UP = "a version has batch.groups groups, like a synchronous step"
 
 
 def simulate(words: list[str]) -> int:
@@ -73,10 +73,10 @@ def simulate(words: list[str]) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    """The published table; its workload, GPUs and schedules are fixed."""
+    """Print the published table; its workload, GPUs and schedules are fixed."""
     for name, value in {"the workload": options.workload, "--gpus": options.gpus, "--from": options.run}.items():
         if value is not None:
-            raise SettingsError(f"--published simulates the rows of the published table; leave out {name}.")
+            raise SettingsError(f"--published simulates the rows of the published table. Leave out {name}.")
     compared = compare_published(num_versions=options.steps, seed=options.seed)
     say(published_table(compared))
     if options.json is not None:
@@ -92,30 +92,30 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="rl-async-trainer simulate", description="Step times on a virtual clock.", allow_abbrev=False)
-    parser.add_argument("workload", nargs="?", metavar="WORKLOAD.toml", help="lengths and costs; one ships")
-    parser.add_argument("--gpus", metavar="N,...", help=f"GPUs in all (default: {DEFAULT_GPUS})")
+    parser = _Parser(
+        prog="rl-async-trainer simulate", description="Simulate step times on a virtual clock.", allow_abbrev=False
+    )
+    parser.add_argument("workload", nargs="?", metavar="WORKLOAD.toml", help="lengths and costs (default: built in)")
+    parser.add_argument("--gpus", metavar="N,...", help=f"total numbers of GPUs (default: {DEFAULT_GPUS})")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--split", metavar="ROLLOUT:TRAIN", help="GPUs for generation and training (default: half each)")
     how.add_argument("--search", action="store_true", help="find the best split and a sufficient staleness")
     how.add_argument("--published", action="store_true", help="compare with the published table and exit")
     parser.add_argument("--staleness", default="0,1,2", metavar="S,...", help="max_staleness (default: 0,1,2)")
-    parser.add_argument(
-        "--sync-every", type=int, default=1, metavar="K", help="learner steps of a version (default: 1)"
-    )
+    parser.add_argument("--sync-every", type=int, default=1, metavar="K", help="learner steps per version (default: 1)")
     parser.add_argument("--partial", choices=("true", "false"), default="true", help="partial_rollout (default: true)")
-    parser.add_argument("--steps", type=int, default=8, metavar="N", help=f"versions measured (default: 8); {WARM_UP}")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help=f"versions simulated (default: 8); {WARM_UP}")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the lengths (default: 0)")
-    parser.add_argument("--json", metavar="FILE", help="write the results here too")
-    parser.add_argument("--from", dest="run", metavar="RUN", help="measure the workload from this run's folder")
-    parser.add_argument("--run-gpus", default="1", metavar="N", help="GPUs, or R:T, of that run (default: 1)")
-    parser.add_argument("--write", metavar="FILE", help="write the workload here for editing")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    parser.add_argument("--from", dest="run", metavar="RUN", help="measure the workload in this run's folder")
+    parser.add_argument("--run-gpus", default="1", metavar="N", help="GPUs of that run, or R:T (default: 1)")
+    parser.add_argument("--write", metavar="FILE", help="write the workload to this file, to edit it")
     return parser
 
 
 def _workload(options: argparse.Namespace) -> Workload:
     if options.run is not None and options.workload is not None:
-        raise SettingsError("simulate takes a workload or --from RUN, not both.")
+        raise SettingsError("simulate accepts either a workload or --from RUN; found both.")
     if options.run is not None:
         gpus = options.run_gpus
         rollout, train = _split(gpus if ":" in gpus else f"{gpus}:{gpus}", "--run-gpus")
@@ -124,7 +124,7 @@ def _workload(options: argparse.Namespace) -> Workload:
 
 
 def _simulate_all(workload: Workload, options: argparse.Namespace) -> tuple[list[Outcome], list[str]]:
-    workload.batch.groups_per_step(options.sync_every)  # refused before anything is simulated
+    workload.batch.groups_per_step(options.sync_every)  # raises before the simulation starts
     policies = [
         Policy(max_staleness=staleness, sync_every=options.sync_every, partial_rollout=options.partial == "true")
         for staleness in _whole_numbers(options.staleness, "--staleness", least=0)
@@ -149,7 +149,7 @@ def _simulate_all(workload: Workload, options: argparse.Namespace) -> tuple[list
 
 
 def _progress() -> Progress:
-    """A progress bar on stderr if that is a terminal; stdout has the result."""
+    """Return a progress bar on stderr, shown only in a terminal."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(
         *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
@@ -157,7 +157,7 @@ def _progress() -> Progress:
 
 
 def _show(outcomes: Sequence[Outcome]) -> None:
-    """The table; in a terminal the fastest row of each number of GPUs is green."""
+    """Print the table; in a terminal, the fastest row for each number of GPUs is green."""
     header, *rows = outcome_table(outcomes).splitlines()
     if not sys.stdout.isatty():
         say("\n".join((header, *rows)))
@@ -205,7 +205,7 @@ def _split(text: str, option: str) -> list[int]:
 def _whole_numbers(text: str, option: str, *, least: int) -> list[int]:
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) >= least for part in parts):
-        raise SettingsError(f"{option} must be whole numbers from {least} on, such as 1,2; found {text!r}.")
+        raise SettingsError(f"{option} must be integers of at least {least}, such as 1,2; found {text!r}.")
     return [int(part) for part in parts]
 
 
@@ -227,7 +227,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def measure_run(run: Path, *, rollout_gpus: int, train_gpus: int) -> Workload:
-    """The workload of a run of `rl-sync-trainer`, without the first step if there are others.
+    """Measure the workload of a run of `rl-sync-trainer`, without its first step if it has others.
 
     Args:
         run: The run's folder.
@@ -254,11 +254,12 @@ def _steps(file: Path) -> list[dict[str, float]]:
     except (OSError, DataError) as error:
         raise SettingsError(f"the metrics {file} cannot be read: {error}.") from error
     steps = [line for line in lines if isinstance(line, dict) and "timing_s/update_actor" in line]
-    steps = steps[1:] or steps  # the first one warms up
+    steps = steps[1:] or steps  # the first step includes warm-up
     missing = [name for name in MEASURED_METRICS if not any(name in step for step in steps)]
     if missing:
         raise SettingsError(
-            f"{file} has no step with {', '.join(missing)}; --from needs a run of rl-sync-trainer of at least one step."
+            f"{file} has no step with {', '.join(missing)}. --from needs a run of rl-sync-trainer with at least one "
+            "step."
         )
     return steps
 

@@ -16,6 +16,7 @@ from types import FrameType
 
 from rl_async_trainer.settings import AsyncSettings
 from rl_metrics.run_files import EventLog
+from rl_trainer_parts.commands.amounts import counted
 from rl_trainer_parts.reporting.consoles import make_console
 from rl_trainer_parts.run.folder import RunFolder
 
@@ -33,7 +34,7 @@ def is_supervised() -> bool:
 
 def end_with_supervisor() -> None:
     """Stop this run, as SIGTERM does, when its supervisor dies."""
-    descriptor = os.environ.pop(PIPE_VARIABLE, None)  # not for children of this process
+    descriptor = os.environ.pop(PIPE_VARIABLE, None)  # children of this process must not inherit it
     if descriptor is None:
         return
     pipe = int(descriptor)
@@ -86,13 +87,13 @@ class _Supervisor:
                 if "--resume" not in self._words and self._written() not in (None, self._before):
                     self._words.append("--resume")
                 if self._asked is not None or self._left < 1:
-                    said = f"the run's process was ended by signal {-status} ({name})."
+                    said = f"signal {-status} ({name}) ended the run's process."
                     self._say(f"error: {said}")
                     if self._asked is None and "--resume" in self._words:
                         self._note_failure(said)
                     return 128 - status
                 self._left -= 1
-                self._say(f"the run's process was ended by {name}; starting it again ({self._left} restarts left)")
+                self._say(f"{name} ended the run's process; restarting it ({counted(self._left, 'restart')} left)")
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -100,12 +101,12 @@ class _Supervisor:
     def _note_failure(self, said: str) -> None:
         """Log why the run ended, which a killed process cannot do itself."""
         events = EventLog(self._settings_file.with_name("events.jsonl"))
-        restarts = f"It was restarted {self._restarts} times, the maximum (roles.controller_restarts)."
+        restarts = f"It was restarted {counted(self._restarts, 'time')}, the maximum (roles.controller_restarts)."
         events.write("run_failed", error=f"RoleDiedError: {said} {restarts}", role="controller")
         events.close()
 
     def _written(self) -> tuple[int, int] | None:
-        """Identify the folder's settings file: before the run writes its own there is none, or an earlier run's."""
+        """Identify the folder's settings file: before the run writes it, it is missing or an earlier run's."""
         try:
             found = self._settings_file.stat()
         except FileNotFoundError:
@@ -118,7 +119,7 @@ class _Supervisor:
         command = [sys.executable, "-m", self._module, "train", *self._words]
         environment = {**os.environ, PIPE_VARIABLE: str(theirs)}
         try:
-            self._child = subprocess.Popen(  # noqa: S603 - this interpreter, with the words that the user gave it
+            self._child = subprocess.Popen(  # noqa: S603 - this interpreter, with the arguments that the user gave it
                 command, env=environment, pass_fds=[theirs], start_new_session=True
             )
         finally:

@@ -204,7 +204,7 @@ class TrainingRun:
         """Report the hang, and stop the run if the settings ask for it; called from the detecting thread."""
         file = self._folder.path / HANG_FILE
         self._say("run_hung", verdict=report.verdict, file=str(file), no_progress_s=report.no_progress_s)
-        said = f"nothing has happened for {report.no_progress_s:.0f} s, since: {report.last_progress}. {report.verdict}"
+        said = f"no progress for {report.no_progress_s:.0f} s, since: {report.last_progress}. {report.verdict}"
         self._console.say(f"{said} See {file}.", style="bold red")
         if self._settings.roles.on_hang == "fail":
             deaf = [role.name for role in report.roles if not role.is_answering]
@@ -216,7 +216,7 @@ class TrainingRun:
             self._hung.set_exception(HangError(said))
 
     async def _end_deaf(self) -> None:
-        """Kill the roles that did not answer; they would not answer a request to close either."""
+        """Kill the roles that did not answer, because they would not answer a request to close either."""
         roles = {} if self._roles is None else self._roles.all
         for name, role in roles.items():
             if name in self._deaf:

@@ -1,4 +1,4 @@
-"""The synchronous loop: rollouts, advantages, a Megatron step, and weights with proof, one after the other."""
+"""The synchronous loop: rollouts, advantages, a learner step and a proven weight update, one after the other."""
 
 import time
 from dataclasses import replace

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 USAGE = """usage: rl-sync-trainer COMMAND ...
 
   new DIR [--model FOLDER]
-      Write commented settings, a reward and ten problems to start from.
+      Write commented settings, a reward and ten problems as the start of a new run.
   check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
       Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
   train SETTINGS.toml [--resume] [--dry-run] [--section.name=value ...]
@@ -37,7 +37,7 @@ USAGE = """usage: rl-sync-trainer COMMAND ...
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and give its exit status."""
+    """Run one command and return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     commands = {"train": train, "export": export}
     return Program(name="rl-sync-trainer", usage=USAGE, commands=commands, settings=_settings_class).run(words)

@@ -110,15 +110,15 @@ async def collect_step(parts: Parts, recorder: Recorder, *, step: int) -> int:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise DeadlineError(f"waited {deadline_s:g} s for the {what}, and gave up.") from None
+            raise DeadlineError(f"waited {deadline_s:g} s for the {what} and gave up.") from None
 
     if parts.teachers is None:
         return await parts.stop.run(generate(), what=what, deadline_s=deadline_s)
     chosen = settings.distillation
     num_groups = await parts.stop.run(
         parts.teachers.serve_while(parts.queue, generate()),
-        what=f"{what}, and their teachers",
-        deadline_s=deadline_s + 2 * (chosen.deadline_s + chosen.start_deadline_s),  # each has an earlier one of its own
+        what=f"{what} and their teachers",
+        deadline_s=deadline_s + 2 * (chosen.deadline_s + chosen.start_deadline_s),  # each has a shorter one
     )
     record_teachers(recorder, parts.teachers.report)
     return num_groups
@@ -237,7 +237,7 @@ async def publish(parts: Parts, version: int, recorder: Recorder | None = None) 
                 ),
             )
     except TimeoutError as error:
-        raise DeadlineError(f"the engine had not taken policy version {version} after {deadline_s:g} s.") from error
+        raise DeadlineError(f"the engine did not load policy version {version} within {deadline_s:g} s.") from error
     if isinstance(parts.transport, IpcTransport):
         parts.transport.release()
     parts.replay.served(report, engine=parts.engine.traits.name)
@@ -259,7 +259,7 @@ async def _publish_once(parts: Parts, version: int) -> PublishReport:
     report = await publish_to(parts.engine, update, canary=canary, tolerances=tolerances)
     if not report.canary_scores:
         return report
-    if settings.trainer.offload:  # the learner is needed once more
+    if settings.trainer.offload:  # the learner scores the canary
         await rest_engine(parts, keeps_weights=True)
     report = learners.proven(canary, report, tolerances=tolerances)
     await _wake_engine(parts)
@@ -273,7 +273,7 @@ async def _wake_engine(parts: Parts) -> None:
 
 
 async def rest_engine(parts: Parts, *, keeps_weights: bool = False) -> None:
-    """Let the engine free its memory for the learner, if the settings ask for it and the engine can.
+    """Free the engine's memory for the learner, if the settings ask for it and the engine supports it.
 
     Args:
         parts: The run's parts.

@@ -13,6 +13,7 @@ from rl_rollout.engines import RolloutEngine
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
+from rl_trainer_parts.commands.amounts import counted
 from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer_parts.learning.start_learners import describe_parameters, start_learners
 from rl_trainer_parts.learning.teachers import make_teachers
@@ -62,7 +63,7 @@ class TrainingRun:
             self._state = replace(self._state, prompt_source=source.state())
         learners = self._start_learners(stack, checkpoint)
         stop.check()
-        # The learner's weights are published to it.
+        # The learner's weights are published to it later.
         engine = make_engine(settings, settings.policy.path, log_directory=self._folder.path / "logs")
         stack.push_async_callback(engine.close)
         with console.phase(f"starting {settings.rollout.engine} engine"):
@@ -73,7 +74,7 @@ class TrainingRun:
             )
         console.say(f"engine: {engine.traits.name}")
         if settings.rollout.sleep and not engine.traits.can_sleep:
-            console.say("engine: it cannot sleep on this platform; its memory stays while the learner trains")
+            console.say("engine: it cannot sleep on this platform, so it keeps its memory while the learner trains")
         teachers = await self._start_teachers(stack, learners, stop)
         parts = self._assemble(stack, learners, engine, source, stop, teachers=teachers)
         self._lifecycle.begins(self._state)
@@ -87,7 +88,7 @@ class TrainingRun:
     def _start_learners(self, stack: AsyncExitStack, checkpoint: Path | None) -> Learners:
         settings, console = self._settings, self._console
         with console.phase(f"starting {settings.policy.learner} learner"):
-            # Made from the initial policy, whose tokenizer every checkpoint copies: the checkpoint may be pruned.
+            # Built from the initial policy, whose tokenizer every checkpoint copies; the checkpoint may be pruned.
             learners = start_learners(settings, log_directory=self._folder.path / "logs")
             stack.callback(learners.close)
             stack.callback(self._store.close)
@@ -105,7 +106,7 @@ class TrainingRun:
         if teachers is None:
             return None
         stack.push_async_callback(teachers.close)
-        with self._console.phase(f"starting {len(chosen.teachers)} teacher(s)"):
+        with self._console.phase(f"starting {counted(len(chosen.teachers), 'teacher')}"):
             await stop.run(teachers.start(), what="teachers to start", deadline_s=3 * chosen.start_deadline_s)
         if chosen.needs_hidden:
             learners.load_teacher_heads([teacher.model for teacher in chosen.teachers.values()])

@@ -118,7 +118,7 @@ class Controller:
             await asyncio.wait([*tasks, self._parts.validator.failed], return_when=asyncio.FIRST_COMPLETED)
             for ended in (self._parts.validator.failed, *tasks[1:]):
                 if ended.done():
-                    ended.result()  # these end by raising
+                    ended.result()  # these end only with an error
             await learning
             return self.state
         finally:
@@ -143,7 +143,7 @@ class Controller:
 
     async def save_stopped(self) -> None:
         """Write a checkpoint of the last step, unless it exists."""
-        with suppress(RoleRestartedError):  # it is at one
+        with suppress(RoleRestartedError):  # it is at a checkpoint
             if self._scheduler.unsaved:
                 await self._checkpoints.begin(self.state)
             await self._checkpoints.wait()
@@ -152,7 +152,7 @@ class Controller:
 
     async def _learn(self) -> None:
         await self._begin()
-        self._metrics.step_ended()  # what came before is no part of the first step
+        self._metrics.step_ended()  # excludes the start from the first step's time
         while True:
             try:
                 await self._validate_again()
@@ -233,7 +233,7 @@ class Controller:
             metrics |= await publishing
         finally:
             self._trackers.log_histograms(number, {name: Histogram.from_json(one) for name, one in histograms.items()})
-            self._trackers.log(number, metrics)  # also where it is stopped amid a validation
+            self._trackers.log(number, metrics)  # even if the run stops during validation
             self._parts.rollouts.write(report.rollouts)
         if self._lacks_validation:
             await self._validate_beside()
@@ -332,7 +332,7 @@ class Controller:
 
     async def _validate_beside(self) -> None:
         """Start evaluating the current policy while training continues."""
-        await self._parts.validator.wait()  # one at a time: each may hold a copy of the weights
+        await self._parts.validator.wait()  # one at a time, because each may hold a copy of the weights
         await self._hold_weights(self.state.step)
         self._parts.validator.begin(self.state.step, self._rollouter, self._learner, self._has_validated)
 
@@ -366,7 +366,7 @@ class Controller:
         self._parts.say("role_died", role=role, error=str(error))
 
     async def _learner_is_restored(self, checkpoint: Path | None) -> None:
-        """Roll everything back to the learner's checkpoint; later steps are trained again, identically."""
+        """Roll everything back to the learner's checkpoint; later steps are trained again with the same groups."""
         state = AsyncState() if checkpoint is None else read_run_state(checkpoint, AsyncState)
         await self._checkpoints.ack(self._scheduler.saved(state.step))
         results = dict(state.results) | dict(self.state.results)
@@ -378,8 +378,8 @@ class Controller:
             self._changed.notify_all()
         if self._scheduler.num_steps != state.step:
             raise CheckpointError(
-                f"the learner died, and its newest complete checkpoint is of step {state.step}; that of step "
-                f"{self._scheduler.num_steps} was complete before, and the queue has acked its groups. Restore it."
+                f"the learner died, and its newest complete checkpoint is of step {state.step}, but the queue has "
+                f"acked the groups up to step {self._scheduler.num_steps}. Restore that step's checkpoint."
             )
         self._was_restored = True
         self._parts.record.write("resumed", step=state.step)

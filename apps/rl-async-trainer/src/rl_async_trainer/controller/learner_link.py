@@ -68,7 +68,7 @@ class LearnerLink:
         return lambda: self._course == course
 
     def went_back(self) -> None:
-        """The learner was rolled back to its checkpoint, and so was everyone who tracks its step."""
+        """Invalidate earlier decisions, because the learner was rolled back to its checkpoint."""
         self._course += 1
 
     async def start(self, checkpoint: Path | None) -> int:
@@ -77,7 +77,7 @@ class LearnerLink:
             try:
                 self._num_parameters = await self._call("start", checkpoint)
             except RoleRestartedError:
-                continue  # and it is started
+                continue  # the restart has started it
         return self._num_parameters
 
     async def train(self, order: StepOrder, is_current: IsCurrent) -> TrainedStep:
@@ -109,7 +109,7 @@ class LearnerLink:
         await self._call("save", step, dict(state), is_current=is_current)
 
     async def look(self) -> None:
-        """Detect its death, and restart it, if nobody has yet."""
+        """Detect the learner's death and restart it, unless that has happened already."""
         try:
             await self._call("look")
         except RoleRestartedError:
@@ -146,7 +146,7 @@ class LearnerLink:
     async def _call(self, method: str, *args: Any, is_current: IsCurrent | None = None) -> Any:
         incarnation = await self._role.ready()
         if is_current is not None and not is_current():
-            raise RoleRestartedError("the learner went back to its last checkpoint.")
+            raise RoleRestartedError("the learner was rolled back to its last checkpoint.")
         return await self._role.call(method, *args, incarnation=incarnation)
 
     async def _restart(self) -> None:

@@ -1,4 +1,4 @@
-"""What the parts of the controller share."""
+"""Objects that the parts of the controller share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

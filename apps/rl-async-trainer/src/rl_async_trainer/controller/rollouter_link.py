@@ -61,7 +61,7 @@ class RollouterLink:
     async def start(self) -> str:
         """Start its engines, again if it dies meanwhile; return the engine's name."""
         while self._engine is None:
-            self._engine = await self._call("start")  # None where it died, and `_restart` has started it
+            self._engine = await self._call("start")  # None if it died; then `_restart` has started it
         return self._engine
 
     async def submit(self, dispatches: Sequence[Dispatch], is_current: Callable[[], bool]) -> None:
@@ -120,7 +120,7 @@ class RollouterLink:
         return found
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Its answer; None if it died before answering and was restarted."""
+        """Call a method; return None if the rollouter died before it answered and was restarted."""
         return (await self._ask(method, *args, **kwargs))[1]
 
     async def _ask(
@@ -131,7 +131,7 @@ class RollouterLink:
         is_current: Callable[[], bool] | None = None,
         **kwargs: Any,
     ) -> tuple[int, Any]:
-        """Like `_call`, with the number of the incarnation that was called."""
+        """Like `_call`, but also return the number of the called incarnation."""
         incarnation = await self._ready(needs_weights=needs_weights)
         if is_current is not None and not is_current():
             return incarnation, None

@@ -18,7 +18,7 @@ class Rollouts:
 
     Attributes:
         link: Calls the rollouter.
-        last_failure: Why the last failed group failed; before the first failure, where to look for the reason.
+        last_failure: Why the last failed group failed; before the first failure, a pointer to the record.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Rollouts:
         self._on_weights_lost = on_weights_lost
         self._is_feeding = False
         self._num_lost = 0
-        self.last_failure = f"in an earlier launch; {FILE} has the reasons"
+        self.last_failure = f"in an earlier launch; see {FILE}"
         self.link = RollouterLink(parts.roles.rollouter, parts.settings, on_lost=self._is_lost)
 
     async def let_feed(self) -> None:
@@ -66,7 +66,7 @@ class Rollouts:
         return self._parts.lifecycle.console.phase(
             "waiting for rollouts",
             is_brief=True,
-            detail=lambda: f"{scheduler.num_ready} groups ready, {scheduler.num_inflight} under way",
+            detail=lambda: f"{scheduler.num_ready} groups ready, {scheduler.num_inflight} in flight",
         )
 
     async def feed(self) -> None:
@@ -98,7 +98,7 @@ class Rollouts:
     # -- inside
 
     async def _next_dispatches(self) -> list[Dispatch]:
-        """Waiting prompts, then newly issued ones."""
+        """Return waiting prompts, then newly issued ones."""
         waiting, num_new = self._scheduler.to_start()
         prompts = self._parts.supply.next(num_new)
         size = self._parts.settings.rollout.group_size
@@ -121,7 +121,7 @@ class Rollouts:
         return {uid: unsettled[uid] for uid in waiting if uid in unsettled}
 
     async def _take_settled(self, uids: Collection[str]) -> None:
-        """Groups that finished or failed before the rollouter died, according to the queue; `changed` is held."""
+        """Accept groups that the queue knows as finished or failed before the rollouter died; `changed` is held."""
         if not uids:
             return
         for entry in await asyncio.to_thread(self._parts.queue.ledger):
@@ -132,7 +132,7 @@ class Rollouts:
 
     def _take(self, event: GroupEvent) -> None:
         if not self._scheduler.is_open(event.uid):
-            return  # the rollouter said it and died, and the queue was faster
+            return  # already taken from the queue after the rollouter died
         if event.failure is None:
             versions = {"oldest": event.oldest, "newest": event.newest, "started": event.started}
             self._parts.record.write("settled", uid=event.uid, **versions)
@@ -148,7 +148,7 @@ class Rollouts:
             self._scheduler.require_group(event.uid, failure=event.failure)
 
     async def _look_for_weights(self) -> None:
-        """A restarted engine may have missed weights that were lost with the learner."""
+        """Request weights if an engine has none: a restarted engine may have missed weights lost with the learner."""
         if await self.link.lacks_weights():
             async with self._changed:
                 self._on_weights_lost()
@@ -159,7 +159,7 @@ class Rollouts:
         return lambda: self._num_lost == num_lost
 
     async def _is_lost(self, error: RoleDiedError) -> None:
-        """Groups in flight are kept if they were finished before the end, and generated again otherwise."""
+        """Keep groups in flight that finished before the rollouter died, and requeue the others."""
         self._parts.say("role_died", role="rollouter", error=str(error))
         async with self._changed:
             self._num_lost += 1

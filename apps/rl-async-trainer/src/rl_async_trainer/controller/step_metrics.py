@@ -35,7 +35,7 @@ class StepMetrics:
         self._so_far = dict.fromkeys(ADDED_UP, 0.0)
 
     def step_ended(self) -> float:
-        """Seconds since the previous step."""
+        """Return the seconds since the previous step."""
         now = self._clock()
         wall_s, self._last_end = now - self._last_end, now
         return wall_s
@@ -54,11 +54,11 @@ class StepMetrics:
         self._dropped[reason] += count
 
     def saved(self, took_s: float) -> None:
-        """A checkpoint is complete."""
+        """Record that a checkpoint is complete."""
         self._saved_s = took_s
 
     def published(self, packed: PackedWeights, report: PublishReport) -> None:
-        """The engines serve new weights."""
+        """Record that the engines serve new weights."""
         self._updates = {
             "weights/num_tensors": float(report.num_tensors),
             "weights/size_gb": report.size_bytes / 2**30,

@@ -36,7 +36,7 @@ class TeachersLink:
     async def start(self) -> None:
         """Start every teacher, again if the role dies meanwhile."""
         if self._role is not None and not self._was_started:
-            with suppress(RoleRestartedError):  # and they are started
+            with suppress(RoleRestartedError):  # the restart has started them
                 await self._role.call("start")
             self._was_started = True
 

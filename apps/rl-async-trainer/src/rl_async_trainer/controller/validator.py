@@ -1,4 +1,4 @@
-"""Runs validations: sends prompts in batches and summarises the answers."""
+"""Run validations: send prompts in batches and summarise the answers."""
 
 import asyncio
 import time
@@ -103,7 +103,7 @@ class Validator:
                     self._on_generations(step, f"{split}/generations", drawn)
                 if split == "validation":
                     metrics |= found
-                    with self._asking(f"what the policy of step {step} thinks of tokens", is_beside=is_beside):
+                    with self._asking(f"token probes of step {step}", is_beside=is_beside):
                         await self._probes.ask(partial(_scores, whom, step), answers, step=step)
                 elif (accuracy := headline(found)) is not None:
                     metrics["test/accuracy"] = accuracy
@@ -162,7 +162,7 @@ class Validator:
         return replace(state, results=results, validated=max(step, state.validated))
 
     def _batches(self, step: int, *, with_test: bool) -> Iterator[list[ValidationBatch]]:
-        """Metrics of each split that has prompts."""
+        """Yield the batches of each split that has prompts."""
         splits: dict[str, PromptSet | None] = {"validation": self._inputs.validation}
         if with_test:
             splits["test"] = self._inputs.test

@@ -1,4 +1,4 @@
-"""Publishes the learner's weights to the engines, one version after the other, and again if they are lost."""
+"""Publish the learner's weights to the engines, one version after the other, and again if they are lost."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -35,9 +35,8 @@ class WeightPublisher:
             learner: Packs weights.
             rollouter: Loads weights.
             changed: Condition that announces packed and served versions.
-            deadline_s: Maximum time for the engines to finish running responses, if they do that first, and again for
-                loading.
-            on_served: Called after each publication, before anybody else learns that it is over.
+            deadline_s: Maximum time to load weights, and again to finish running responses before that.
+            on_served: Called after each publication, before waiting callers resume.
         """
         self._learner = learner
         self._rollouter = rollouter
@@ -108,14 +107,14 @@ class WeightPublisher:
         return self._packed is None and not self._is_wanted
 
     async def _next(self) -> tuple[PackedWeights, IsCurrent]:
-        """The next version to publish; lost weights are packed again."""
+        """Return the next version to publish; lost weights are packed again."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(
                     lambda: self._packed is not None or (self._is_wanted and not self._is_packing)
                 )
                 if self._packed is not None:
-                    self._is_wanted = False  # it is wanted again where the rollouter dies from now on
+                    self._is_wanted = False  # set again if the rollouter dies from now on
                     return self._packed
                 self._is_packing = True
             try:
@@ -145,10 +144,10 @@ class WeightPublisher:
             return None
         except TimeoutError as error:
             if not limit.expired():
-                raise  # an engine's own, which says what it waited for
+                raise  # an engine's own error, which says what it waited for
             raise DeadlineError(
-                f"waited {self._deadline_s:g} s (twice rollout.deadline_s) for the engines to take version "
-                f"{packed.update.version}, and gave up."
+                f"waited {self._deadline_s:g} s (twice rollout.deadline_s) for the engines to load version "
+                f"{packed.update.version} and gave up."
             ) from error
         except (EngineError, TransferError, WeightProofError):
             await self._learner.look()

@@ -59,10 +59,10 @@ class ControlSocket:
         try:
             request = json.loads(line)
             if not isinstance(request, dict):
-                return {"error": "a request is a JSON object with a field `do`."}
+                return {"error": "a request must be a JSON object with a field `do`."}
             return {"answer": await self._handle(request)}
         except (ValueError, RecursionError) as error:
-            return {"error": f"a request is one line of JSON: {error}."}
+            return {"error": f"a request must be one line of JSON: {error}."}
         except RLError as error:
             return {"error": str(error)}
 
@@ -83,19 +83,19 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
     nobody = f"no live run in {folder}:"
     if not folder.is_dir():
         raise NotReadyError(
-            f"{nobody} there is no such folder (looked in {Path.cwd()}). A run makes it when its settings are checked."
+            f"{nobody} the folder does not exist (looked in {Path.cwd()}). A run creates it after checking its "
+            "settings."
         )
     if not file.exists():
         holder = _holder(folder)
         if holder is not None:
             raise NotReadyError(
-                f"process {holder} holds {folder} but does not answer: it is loading its libraries, which takes "
-                "seconds, or is about to end; try again. For a run of rl-sync-trainer use "
-                f"`rl-metrics doctor {folder}`."
+                f"process {holder} holds {folder} but does not answer, because it is loading libraries or about to "
+                f"end. Try again in a few seconds. For a run of rl-sync-trainer, use `rl-metrics doctor {folder}`."
             )
         raise NotReadyError(
-            f"{nobody} it has no {FILE}, which exists while rl-async-trainer runs. See how a run ended with "
-            "rl-metrics doctor, and continue it with train --resume."
+            f"{nobody} it has no {FILE}, which exists while rl-async-trainer runs. To see how a run ended, use "
+            "`rl-metrics doctor`; to continue it, use `train --resume`."
         )
     try:
         place = read_json_object(file)["socket"]
@@ -110,13 +110,12 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
             f"the run in {folder} did not answer within {deadline_s:g} s; see hang.json there."
         ) from None
     except (FileNotFoundError, ConnectionRefusedError):
-        raise NotReadyError(f"{nobody} its process has ended. Continue it with train --resume.") from None
+        raise NotReadyError(f"{nobody} its process has ended. Continue it with `train --resume`.") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise NotReadyError(f"{nobody} {type(error).__name__}: {error}.") from None
     if not isinstance(answer, dict) or "answer" not in answer:
-        raise NotReadyError(
-            str(answer["error"]) if isinstance(answer, dict) and "error" in answer else f"{file} answered none."
-        )
+        refusal = answer.get("error") if isinstance(answer, dict) else None
+        raise NotReadyError(f"the socket in {file} sent no answer." if refusal is None else str(refusal))
     return answer["answer"]
 
 
@@ -139,4 +138,4 @@ def _refuse_other_users(connection: Any) -> None:
     if hasattr(socket, "SO_PEERCRED"):
         _, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
         if user not in (os.geteuid(), 0):
-            raise ConnectionAbortedError(f"its other end belongs to user {user}")
+            raise ConnectionAbortedError(f"the other end belongs to user {user}")

@@ -1,4 +1,4 @@
-"""Collects what every role is doing, for hang.json and `status`, in parallel and with a deadline."""
+"""Collect the activity of every role, for hang.json and `status`, in parallel and with a deadline."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 ANSWER_S = 10.0
 PARTS_S = 8.0
-"""Extra time for processes below a role, whose answers it forwards."""
+"""Extra time for a role to collect the answers of its own processes."""
 
 
 class HangEvidence:
@@ -88,7 +88,7 @@ class HangEvidence:
         return HangReport(
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             run=str(self._folder),
-            no_progress_s=0.0,  # the watchdog fills it in
+            no_progress_s=0.0,  # filled in by the watchdog
             roles=tuple(reports),
             queue=stats,
             groups=tuple(groups),
@@ -123,13 +123,13 @@ class HangEvidence:
 
 
 def _scored(teachers: RoleView | None) -> list[GroupRow]:
-    """Groups in generation, and groups that teachers hold."""
+    """Groups that teachers hold."""
     holds = () if teachers is None else teachers.holds
     return [GroupRow(uid=uid, state="settled", holder="teachers") for uid in holds]
 
 
 def controller_waits(scheduler: Scheduler, watchdog: Watchdog, validator: Validator) -> tuple[Wait, ...]:
-    """What the controller waits for, according to scheduler and validation."""
+    """Return what the controller waits for, according to scheduler and validation."""
     validation, is_alone = validator.awaited()
     if validation is None:
         return _training_waits(scheduler, watchdog.no_progress_s)
@@ -148,12 +148,12 @@ def _training_waits(scheduler: Scheduler, since_s: float) -> tuple[Wait, ...]:
     missing = max(blockage.num_wanted - blockage.num_ready, len(blockage.awaited))
     what = f"{missing} of {blockage.num_wanted} groups of step {scheduler.num_steps + 1}{awaited}"
     if not scheduler.num_inflight and scheduler.learner_version > scheduler.served_version:
-        return (Wait(what=f"the engines to take version {scheduler.learner_version}", on="rollouter", since_s=since_s),)
+        return (Wait(what=f"the engines to load version {scheduler.learner_version}", on="rollouter", since_s=since_s),)
     return (Wait(what=what, on="groups" if scheduler.num_inflight else "rollouter", since_s=since_s),)
 
 
 async def _answer(role: Role, method: str, *args: Any) -> Any:
-    """A role's report; None if it does not answer in time."""
+    """Call a role's method; return None if it does not answer in time."""
     try:
         return await role.call(method, *args, deadline_s=ANSWER_S)
     except RLError:
@@ -161,7 +161,7 @@ async def _answer(role: Role, method: str, *args: Any) -> Any:
 
 
 async def _in_time(ask: Callable[[], T]) -> T | None:
-    """The queue's report; None if it does not answer in time."""
+    """Call a method of the queue; return None if it does not answer in time."""
     try:
         return await asyncio.wait_for(asyncio.to_thread(ask), ANSWER_S)
     except (RLError, TimeoutError):

@@ -41,11 +41,11 @@ async def ask_roles(
             try:
                 view = await role.call("report", deadline_s=deadline_s)
             except (RoleDiedError, NotReadyError):
-                continue  # who works with it brings it back
+                continue  # the link that calls it restarts it
             except DeadlineError:
                 if role.incarnation == incarnation and is_started(name):
                     say("role_silent", role=name, silent_s=deadline_s)
-                    await role.fail(f"did not answer for {deadline_s:g} s, and was killed")
+                    await role.fail(f"did not answer for {deadline_s:g} s and was killed")
                 continue
             if view.counts != before:
                 before = view.counts

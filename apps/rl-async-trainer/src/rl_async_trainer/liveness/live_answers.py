@@ -38,7 +38,7 @@ async def answer_request(
         found = await rollouter.set_num_engines(count)
         parts.say("engines_changed", count=found)
         return found
-    raise NotReadyError(f'a run is asked {{"do": "status"}} or {{"do": "scale", "engines": N}}; found {request!r}.')
+    raise NotReadyError(f'a request must be {{"do": "status"}} or {{"do": "scale", "engines": N}}; found {request!r}.')
 
 
 def answer_meanwhile(request: Mapping[str, Any], lifecycle: RunLifecycle) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def answer_meanwhile(request: Mapping[str, Any], lifecycle: RunLifecycle) -> dic
     """
     stage, running = "ending" if lifecycle.is_ending else "starting", lifecycle.console.running()
     if request.get("do") != "status":
-        raise NotReadyError(f"the run is {stage} ({'; '.join(running)}); ask again while it trains.")
+        raise NotReadyError(f"the run is {stage} ({'; '.join(running)}). Try again while it trains.")
     return {"stage": stage, "launch_s": lifecycle.launch_s, "running": running}
 
 
@@ -97,10 +97,12 @@ def _require_room(settings: AsyncSettings, count: int) -> None:
     if ranks is not None:
         for _ in range(ranks.size):
             there.take(ranks.cpus, ranks.gpus)
-        beside = f", {describe_shares(there.free_cpus, sum(there.free_gpus.values()))} of them beside the learner"
+        beside = (
+            f", {describe_shares(there.free_cpus, sum(there.free_gpus.values()))} of them not reserved for the learner"
+        )
     room = count_room(there, cpus, gpus, at_most=count)
     if room < count:
         raise NotReadyError(
             f"{count} engines need {describe_shares(cpus, gpus)} each; this machine has "
-            f"{describe_shares(there.cpus, len(there.gpus))}{beside}: room for {room}. Ask for at most that many."
+            f"{describe_shares(there.cpus, len(there.gpus))}{beside}: room for {room}. Request at most that many."
         )

@@ -1,4 +1,4 @@
-"""Detects that nothing happens any more and explains it in hang.json, even if the event loop is blocked.
+"""Detect a run without progress and explain it in hang.json, even if the event loop is blocked.
 
 A task checks the clock while the event loop runs, and a thread checks that the task is still running.
 """
@@ -90,7 +90,7 @@ class Watchdog:
 
     @property
     def last_progress(self) -> str:
-        """What that was."""
+        """Description of the last progress."""
         return self._watched.last
 
     def progress(self, what: str) -> None:
@@ -127,7 +127,7 @@ class Watchdog:
             self._watched.phase, self._watched.collecting_at = "collecting", self._clock()
         found = await self._collected()
         if not self._take("collecting"):
-            return None  # there was progress meanwhile, or the thread has reported
+            return None  # progress was made, or the thread reported first
         report = replace(found, no_progress_s=self.no_progress_s, last_progress=self.last_progress)
         report = await self._written_aside(report)
         self._on_hang(report)
@@ -145,7 +145,7 @@ class Watchdog:
         if not is_stuck or not self._take(phase):
             return None
         report = self._written(
-            self._own_report(f"the event loop of {NAME} has not turned for {stuck_s:.0f} s", stuck_s)
+            self._own_report(f"the event loop of {NAME} has been blocked for {stuck_s:.0f} s", stuck_s)
         )
         self._on_hang(report)
         return report
@@ -157,7 +157,7 @@ class Watchdog:
         return min(self._deadline_s / 20, MAX_LOOK_S)
 
     def _take(self, phase: Phase) -> bool:
-        """Become the only reporter."""
+        """Mark the hang as reported; return False if another reporter or progress came first."""
         with self._lock:
             is_mine = self._watched.phase == phase
             if is_mine:
@@ -174,7 +174,7 @@ class Watchdog:
             self.check_loop()
 
     async def _collected(self) -> HangReport:
-        """The collector's result, however it fails."""
+        """Return the collector's result, or a report of this process alone if the collector fails."""
         collecting = asyncio.ensure_future(self._collect())
         try:
             await asyncio.wait([collecting], timeout=self._collect_deadline_s)
@@ -182,19 +182,19 @@ class Watchdog:
             collecting.cancel()
         if not collecting.done():
             collecting.add_done_callback(_forget)
-            return self._own_report(f"the roles could not be asked within {self._collect_deadline_s:g} s", None)
+            return self._own_report(f"the roles did not report within {self._collect_deadline_s:g} s", None)
         if collecting.cancelled():
-            return self._own_report("the question to the roles was cancelled", None)
+            return self._own_report("the request to the roles was cancelled", None)
         failure = collecting.exception()
         if failure is not None:
-            return self._own_report(f"the roles could not be asked: {type(failure).__name__}: {failure}", None)
+            return self._own_report(f"the roles could not report: {type(failure).__name__}: {failure}", None)
         return collecting.result()
 
     def _own_report(self, cause: str, stuck_s: float | None) -> HangReport:
         """A report of this process alone.
 
         Args:
-            cause: Why there is no more.
+            cause: Why the other roles are missing.
             stuck_s: How long its event loop has been blocked; None if it runs.
         """
         own = RoleReport(
@@ -206,12 +206,12 @@ class Watchdog:
             no_progress_s=self.no_progress_s,
             last_progress=self.last_progress,
             roles=(own,),
-            verdict=f"{cause[0].upper()}{cause[1:]}; what {NAME} does is in its stack.",
+            verdict=f"{cause[0].upper()}{cause[1:]}; see the stack of {NAME}.",
             causes=(cause,),
         )
 
     async def _written_aside(self, report: HangReport) -> HangReport:
-        """Runs in its own thread, because the event loop's worker threads may all be blocked."""
+        """Write the report in a new thread, because the event loop's worker threads may all be blocked."""
         written: Future[HangReport] = Future()
         threading.Thread(target=lambda: written.set_result(self._written(report)), daemon=True).start()
         done, _ = await asyncio.wait([asyncio.wrap_future(written)], timeout=self._collect_deadline_s)
@@ -222,7 +222,7 @@ class Watchdog:
     def _written(self, report: HangReport) -> HangReport:
         try:
             write_hang_report(self._path, report)
-        except OSError as error:  # a full disk may be the very reason of the hang
+        except OSError as error:  # a full disk may have caused the hang
             return replace(report, verdict=f"{report.verdict} ({self._path} cannot be written: {error.strerror}.)")
         return report
 

@@ -1,4 +1,4 @@
-"""The run's learner: its models from the settings, the step of both trainers, and its metrics."""
+"""The run's learner: its models, training steps and metrics."""
 
 import asyncio
 import time
@@ -71,7 +71,7 @@ class LearnerHost(BaseLearnerHost):
         self._folder = folder
         self._parts: LearningParts | None = None
         self._validator = LearnerValidation(settings)
-        # In this process, its memory is the controller's, which has its own watch.
+        # An inline role shares the controller's memory, which has its own watch.
         self._memory = make_memory_watch(settings, "learner") if is_apart else None
 
     async def start(self, checkpoint: Path | None) -> int:
@@ -89,10 +89,10 @@ class LearnerHost(BaseLearnerHost):
         return start_learners(self._settings, log_directory=self._folder / "logs")
 
     async def train(self, order: StepOrder) -> TrainedStep:
-        """Train one step on these groups; they stay in the queue until a checkpoint has it.
+        """Train one step on these groups; they stay in the queue until a checkpoint contains the step.
 
         Raises:
-            NotReadyError: It is not the step after the last one.
+            NotReadyError: The step does not follow the last one.
         """
         return await self._run(self._train, order)
 
@@ -134,7 +134,7 @@ class LearnerHost(BaseLearnerHost):
         return self._validator.waits(time.monotonic())
 
     async def close_others(self) -> None:
-        """Close the engine beside the learner."""
+        """Close the validation engine."""
         await self._validator.close()
 
     # -- in the learner's thread
@@ -166,7 +166,7 @@ class LearnerHost(BaseLearnerHost):
         if parts is None:
             raise NotReadyError("the learner has not been started.")
         if step != self.step + 1:
-            raise NotReadyError(f"the learner has done {self.step} steps, and was told to train step {step}.")
+            raise NotReadyError(f"the learner has finished step {self.step} and cannot train step {step} next.")
         recorder = Recorder(strict=settings.metrics.strict)
         with self.doing(f"the {len(order.uids)} groups of step {step}", on="groups"), recorder.timer("wait_rollouts"):
             rows = self.rows(order.uids, step=step, deadline_s=order.deadline_s)

@@ -26,10 +26,10 @@ Export = Callable[[], Awaitable[tuple[Mapping[str, Any], Mapping[str, str]]]]
 
 
 class LearnerValidation:
-    """Answers validation prompts in the learner's process; its engine starts with the first."""
+    """Answers validation prompts in the learner's process; its engine starts on first use."""
 
     def __init__(self, settings: AsyncSettings) -> None:
-        """Remember the settings."""
+        """Set the settings; the engine starts on first use."""
         self._settings = settings
         self._stack = ExitStack()
         self._engine: RolloutEngine | None = None
@@ -56,7 +56,7 @@ class LearnerValidation:
             check_receipt(update, await engine.update_weights(update), tolerances=proof_tolerances(self._settings))
             self._step, self._version = batch.step, update.version
         elif batch.step != self._step:
-            raise NotReadyError(f"no weights are kept for the validation of step {batch.step}; call hold first.")
+            raise NotReadyError(f"no weights are held for the validation of step {batch.step}. Call `hold` first.")
 
         self._asked = (f"validation batch {batch.number} of step {batch.step}", time.monotonic())
         try:
@@ -76,16 +76,16 @@ class LearnerValidation:
             NotReadyError: The engine has another step's weights, or was not started.
         """
         if self._engine is None or step != self._step:
-            raise NotReadyError(f"the weights of step {step} were not validated here last.")
+            raise NotReadyError(f"the last validation here was not that of step {step}.")
         return await policy_scores(self._engine, sequences, top_k, version=self._version)
 
     def waits(self, now: float) -> tuple[Wait, ...]:
-        """What it is waiting for."""
+        """Return what the validation waits for, if anything."""
         if self._asked is None or self._rollout is None:
             return ()
         what, since = self._asked
         scorer = self._rollout.scorer
-        on = f"the reward {scorer.name}" if scorer.num_scoring else "the engine beside the learner"
+        on = f"the reward {scorer.name}" if scorer.num_scoring else "the learner's validation engine"
         return (Wait(what=what, on=on, since_s=now - since),)
 
     async def close(self) -> None:

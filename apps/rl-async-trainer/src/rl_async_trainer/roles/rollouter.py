@@ -1,4 +1,4 @@
-"""The run's rollouter: engines, loop, rewards and skip cache from the settings, and its metrics."""
+"""The run's rollouter: its engines, agent loop, rewards, skip cache and metrics."""
 
 import time
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from rl_trainer_parts.rollouts.setup import open_rollout, put_trajectories, samp
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 
 FAILED_STEPS = 2
-"""Consecutive failed groups that stop a run, in steps; on policy, one whole failed step stops it too."""
+"""Consecutive failed groups that stop a run, in steps; on policy, one step whose groups all fail stops it too."""
 
 
 class Rollouter(BaseRollouter):
@@ -58,7 +58,7 @@ class Rollouter(BaseRollouter):
         self._settings = settings
         self._log_directory = log_directory
         self._replay: SkipCacheReplay | None = None
-        is_apart = settings.roles.kind != "inline"  # else its memory is the controller's, which has its own watch
+        is_apart = settings.roles.kind != "inline"  # an inline role shares the controller's memory
         self._memory = make_memory_watch(settings, "rollouter", say=self.say) if is_apart else None
 
     async def start(self) -> str:
@@ -127,15 +127,15 @@ class Rollouter(BaseRollouter):
         return {"metrics": metrics, "histograms": histograms, "events": window.events, "rollouts": rollouts}
 
     async def set_num_engines(self, count: int) -> int:
-        """Add or remove engines while everything continues; return their number.
+        """Add or remove engines while the run continues; return their number.
 
         Raises:
             NotReadyError: The engine is inline, or none would be left.
         """
         if self._settings.rollout.placement == "inline":
             raise NotReadyError(
-                "engines can be added and removed only in separate processes: set rollout.placement = "
-                '"process" or "ray".'
+                "engines can be added and removed only in separate processes: set rollout.placement to "
+                '"process" or "ray"; found "inline".'
             )
         return await self.scale(count, self._make_replica)
 

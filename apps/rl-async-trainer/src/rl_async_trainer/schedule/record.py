@@ -1,17 +1,17 @@
-"""record.jsonl: what happened in which order, from which a run is resumed, and can be replayed.
+"""record.jsonl: the order of a run's events, used to resume or replay it.
 
-Lines have `what` and its fields, with a running number `at`, which goes on from launch to launch:
+Each line has `what`, its fields, and a running number `at` that continues across launches:
 
-- `issued`: prompts entered, `uids` in order
-- `started`: given to the rollouter, `uids`, under the served `version`
-- `settled`: a group is there, `uid`, with the `oldest` and `newest` version of its tokens, and the one that was served
-  when it was `started`
-- `failed`: a group that no step will have, `uid` and `reason`
-- `aborted`: groups whose generation ended with the rollouter, `uids` and `reason`; they are started again
-- `step`: the groups of a step, `step` from 1, `uids`
-- `published`: a weight update that the engines serve, `version`, after `step` steps, with its `fingerprint`
-- `resumed`: a launch began, or the learner came back, after `step` steps; those recorded after it are trained again,
-  and where one of them then has other groups, it and all after it count no more
+- `issued`: prompts entered the queue; `uids` in order
+- `started`: groups `uids` were sent to the rollouter while `version` was served
+- `settled`: group `uid` is complete, with the `oldest` and `newest` version of its tokens, and the version served when
+  it was `started`
+- `failed`: group `uid` will not be trained, for `reason`
+- `aborted`: groups `uids` were lost with the rollouter, for `reason`; they are started again
+- `step`: the groups `uids` of `step`, which counts from 1
+- `published`: the engines serve `version`, with its `fingerprint`, after `step` steps
+- `resumed`: a launch began, or the learner was restored, after `step` steps. Later recorded steps are trained again; if
+  one of them then has other groups, its old record and all later ones are void
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ class ScheduleRecord:
         """Open or create the record in a run's folder, and append to it."""
         self._file = JsonLinesWriter(folder / FILE)
         with self._file.path.open("rb") as lines:
-            self._num_lines = sum(1 for _ in lines)  # a torn line too
+            self._num_lines = sum(1 for _ in lines)  # including a torn line
 
     def write(self, what: str, **fields: Json) -> None:
         """Append a line."""
@@ -88,7 +88,7 @@ def read_history(folder: Path) -> History:
         try:
             _apply(history, line)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-            raise DataError(f"{file} has a line that is no record of a run: {shown(line)} ({error!r}).") from None
+            raise DataError(f"{file} has an invalid line: {shown(line)} ({error!r}).") from None
     return history
 
 

@@ -40,8 +40,8 @@ def read_plan(folder: Path, options: ScheduleOptions) -> ReplayPlan:
     steps = history.steps_after(0)
     if len(steps) < options.num_steps:
         raise SettingsError(
-            f"--replay: {folder / FILE} has {len(steps)} steps, and trainer.steps = {options.num_steps}. Name the "
-            "folder of a run that was recorded so far, or lower trainer.steps."
+            f"--replay: {folder / FILE} has {len(steps)} steps, and trainer.steps = {options.num_steps}. Use the "
+            "folder of a longer run, or lower trainer.steps."
         )
     steps = steps[: options.num_steps]
     trained = {uid for step in steps for uid in step}
@@ -85,9 +85,9 @@ class ReplayScheduler(Scheduler):
         for number, step in enumerate(self.plan.steps, start=1):
             if uid in step:
                 raise RolloutError(
-                    f"the recorded run trained group {uid} in step {number}, and the replay cannot have it: "
-                    f"{failure.rstrip('.')}. Its entry in the skip cache is missing, or its reward or filter fails "
-                    "now. Replay with the recorded run's skip cache, reward and filter, under another run.name."
+                    f"the recorded run trained group {uid} in step {number}, but the group failed in the replay: "
+                    f"{failure.rstrip('.')}. Its entry in the skip cache is missing, or its reward or filter now "
+                    "fails. Replay with the recorded run's skip cache, reward and filter, and another run.name."
                 )
 
 
@@ -104,7 +104,7 @@ def issue_replayed(
     for prompt, uid in zip(prompts, plan.issued[known:], strict=True):
         if prompt.uid != uid:
             raise SettingsError(
-                f"--replay: the recorded run was issued prompt {uid!r} where these settings give {prompt.uid!r}. "
+                f"--replay: the recorded run issued prompt {uid!r}, but these settings issue {prompt.uid!r}. "
                 "Replay with the prompt files, tokenizer, limits and seed of the recorded run."
             )
     if prompts:

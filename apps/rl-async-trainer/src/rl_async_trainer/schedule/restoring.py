@@ -47,8 +47,7 @@ def restore_schedule(
     if num_done > state.num_trained:
         raise CheckpointError(
             f"the run's queue has acked {num_done} groups, but the newest complete checkpoint, of step {state.step}, "
-            f"has trained on only {state.num_trained}: a later checkpoint was lost, and training on the other groups "
-            "with it. Restore that checkpoint, or start a new run."
+            f"contains only {state.num_trained}: a later checkpoint is missing. Restore it, or start a new run."
         )
     supply.restore(ledger)
     scheduler = Scheduler(options) if plan is None else ReplayScheduler(options, plan=plan)

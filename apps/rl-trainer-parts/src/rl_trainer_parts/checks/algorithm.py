@@ -21,6 +21,9 @@ from rl_trainer_parts.settings.schema import Settings
 Named = tuple[str, str, list[str]]
 """A setting, its value, and the allowed values."""
 
+NEEDS_GREEDY = "remax"
+"""Advantage that needs a greedy response to each prompt, which the trainers do not generate."""
+
 WITHIN_GROUPS = (*("grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo", "reinforce_plus_plus_baseline"),)
 """Advantages that compare the sessions of a prompt."""
 
@@ -28,8 +31,9 @@ WITHIN_GROUPS = (*("grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo"
 def algorithm_names(settings: Settings) -> list[Named]:
     """Settings that select a component by name."""
     algorithm = settings.algorithm
+    advantages = [name for name in ADVANTAGES.names() if name != NEEDS_GREEDY or name == algorithm.advantage]
     return [
-        ("algorithm.advantage", algorithm.advantage, ADVANTAGES.names()),
+        ("algorithm.advantage", algorithm.advantage, advantages),
         ("algorithm.session_rule", algorithm.session_rule, SESSION_RULES.names()),
         ("algorithm.policy_loss", algorithm.policy_loss, POLICY_LOSSES.names()),
         ("algorithm.aggregation", algorithm.aggregation, AGGREGATIONS.names()),
@@ -62,13 +66,13 @@ def _advantage(settings: Settings) -> Iterator[str]:
         )
     if algorithm.advantage == "gae" and settings.policy.learner != "megatron":
         yield (
-            'algorithm.advantage = "gae" needs a critic, which policy.learner = "megatron" has; '
+            'algorithm.advantage = "gae" needs a critic, which only policy.learner = "megatron" supports; '
             f"found {settings.policy.learner!r}."
         )
-    if algorithm.advantage == "remax":
+    if algorithm.advantage == NEEDS_GREEDY:
         yield (
-            'algorithm.advantage = "remax" compares each response with a greedy one to the same prompt, which this '
-            'trainer does not roll out; use "rloo" or "grpo", which compare responses of a group.'
+            'algorithm.advantage = "remax" compares each response with a greedy response to the same prompt, which '
+            'this trainer does not generate. Use "rloo" or "grpo", which compare the responses of a group.'
         )
     if algorithm.advantage == "gdpo" and not gdpo_components(settings):
         yield (
@@ -86,7 +90,7 @@ def _policy_loss(settings: Settings) -> Iterator[str]:
     algorithm = settings.algorithm
     names_are_known = algorithm.policy_loss in POLICY_LOSSES.names() and algorithm.kl_estimator in KL_ESTIMATORS.names()
     if not names_are_known or not algorithm.kl_coefficient >= 0:
-        return  # said elsewhere
+        return  # reported by another check
     try:
         make_policy_objective(settings)
     except SettingsError as error:
@@ -98,12 +102,12 @@ def _kl(settings: Settings) -> Iterator[str]:
     if not algorithm.kl_coefficient:
         for name, is_set in (('kl_in = "reward"', algorithm.kl_in == "reward"), ("kl_target", algorithm.kl_target)):
             if is_set:
-                yield f"algorithm.{name} needs algorithm.kl_coefficient above 0, where the coefficient begins; found 0."
+                yield f"algorithm.{name} needs algorithm.kl_coefficient above 0 as its initial value; found 0."
         return
     if algorithm.kl_in == "reward" and algorithm.kl_estimator.endswith("+"):
         yield (
             f"algorithm.kl_estimator = {algorithm.kl_estimator!r} has its own gradient, which algorithm.kl_in = "
-            f'"reward" does not use; write {algorithm.kl_estimator.rstrip("+")!r}.'
+            f'"reward" does not use. Set {algorithm.kl_estimator.rstrip("+")!r}.'
         )
 
 
@@ -112,8 +116,8 @@ def _correction(settings: Settings) -> Iterator[str]:
     for name, is_set in (("weights", correction.weights != "none"), ("reject", bool(correction.reject))):
         if is_set and settings.algorithm.old_logprobs != "recompute":
             yield (
-                f"correction.{name} = {getattr(correction, name)!r} compares the learner's logprobs with the engine's; "
-                'it needs algorithm.old_logprobs = "recompute", found "rollout".'
+                f"correction.{name} = {getattr(correction, name)!r} compares the learner's logprobs with the engine's, "
+                'so it needs algorithm.old_logprobs = "recompute"; found "rollout".'
             )
     if correction.floor is not None and not 0 < correction.floor <= correction.cap:
         yield (

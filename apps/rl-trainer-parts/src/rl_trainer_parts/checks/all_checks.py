@@ -85,7 +85,7 @@ AT_LEAST = {
         "metrics.log_rollout_tokens",
     ),
 }
-"""Settings by their minimum; none allows any value."""
+"""Settings by their minimum; a setting that is none is not checked."""
 
 ABOVE_0 = (
     *("rollout.temperature", "correction.cap", "critic.learning_rate", "critic.value_clip", "cluster.start_deadline_s"),
@@ -149,11 +149,11 @@ def _skip(settings: Settings) -> Iterator[str]:
     if not StepSelection.parse(skip.steps).count_before(last + 1):
         yield f"skip.steps = {skip.steps!r} selects no step up to {with_value(settings, 'trainer.steps')}."
     if skip.rewards == "again":
-        with contextlib.suppress(SettingsError):  # an unknown loop is told as such
+        with contextlib.suppress(SettingsError):  # another check reports an unknown loop
             if not can_score_again(LOOPS.get(settings.rollout.loop)):
                 yield (
-                    f'skip.rewards = "again" needs a loop whose stored sessions can be scored again; '
-                    f'{settings.rollout.loop!r} is none. Set it to "stored".'
+                    f'skip.rewards = "again" needs an agent loop whose stored sessions can be scored again; '
+                    f'found {settings.rollout.loop!r}. Set skip.rewards = "stored".'
                 )
 
 
@@ -174,13 +174,13 @@ def _lengths(settings: Settings) -> Iterator[str]:
     prompts, rollout = settings.prompts, settings.rollout
     longest = prompts.max_tokens + rollout.max_response_tokens
     limits = {"engine.max_model_len": settings.engine.max_model_len}
-    with contextlib.suppress(OSError, ValueError, EngineError):  # other checks say what is wrong with config.json
+    with contextlib.suppress(OSError, ValueError, EngineError):  # other checks report a broken config.json
         limits["the model's max_position_embeddings"] = max_positions(settings.policy.path)
     for name, limit in limits.items():
         if limit is not None and longest > limit:
             yield (
                 f"{with_value(settings, 'prompts.max_tokens')} and "
-                f"{with_value(settings, 'rollout.max_response_tokens')} make {longest} tokens, more than {name} = "
+                f"{with_value(settings, 'rollout.max_response_tokens')} add up to {longest} tokens, more than {name} = "
                 f"{limit}. Lower one of them."
             )
 
@@ -189,13 +189,14 @@ def _arithmetic(settings: Settings) -> Iterator[str]:
     rollout, trainer = settings.rollout, settings.trainer
     if trainer.minibatches >= 1 and rollout.prompts_per_step % trainer.minibatches:
         yield (
-            f"{with_value(settings, 'rollout.prompts_per_step')} groups cannot be divided into "
-            f"{with_value(settings, 'trainer.minibatches')} equal parts; make the first a multiple of the second."
+            f"{with_value(settings, 'rollout.prompts_per_step')} must be a multiple of "
+            f"{with_value(settings, 'trainer.minibatches')}, so that every mini-batch has the same number of groups."
         )
     if rollout.top_p < 1 or rollout.top_k is not None:
         yield (
-            "rollout.top_p < 1 and rollout.top_k cut the distribution that is sampled from, while the learner scores "
-            "the whole one: every importance ratio would be wrong. Leave them at 1 and none for training."
+            "rollout.top_p < 1 and rollout.top_k truncate the distribution that responses are sampled from, but the "
+            "learner scores the full one, so every importance ratio would be wrong. Set them to 1 and none for "
+            "training."
         )
 
 
@@ -234,16 +235,16 @@ def _parallel(settings: Settings) -> Iterator[str]:
     placements = settings.placements
     if cluster.ray_address is not None and "ray" not in placements.values():
         on_ray = " or ".join(f'{name} = "ray"' for name in placements)
-        yield f"cluster.ray_address is for {on_ray}; found {', '.join(map(repr, placements.values()))}."
+        yield f"cluster.ray_address needs {on_ray}; found {', '.join(map(repr, placements.values()))}."
     if cluster.ray_address is not None and cluster.kind == "ray" and cluster.gpus_per_rank is None:
         yield (
-            "cluster.gpus_per_rank must be set where a Ray cluster is joined, whose GPUs this machine does not show: 1 "
-            "for a GPU each, 0 to train on CPUs; found none."
+            "cluster.gpus_per_rank must be set when the run joins a Ray cluster, whose GPUs are not visible from here: "
+            "1 for a GPU per rank, 0 to train on CPUs; found none."
         )
     if cluster.kind == "inline" and (cluster.cpus_per_rank or cluster.gpus_per_rank):
         yield (
-            "cluster.cpus_per_rank and cluster.gpus_per_rank set nothing aside for a rank in the trainer's process; "
-            'set them to 0, or cluster.kind to "process" or "ray".'
+            "cluster.cpus_per_rank and cluster.gpus_per_rank reserve nothing for a rank in the trainer's process. Set "
+            'them to 0, or cluster.kind to "process" or "ray".'
         )
     yield from _replicas(settings)
 
@@ -252,37 +253,37 @@ def _replicas(settings: Settings) -> Iterator[str]:
     replicas, placement = settings.replicas, settings.rollout.placement
     if placement == "inline" and (replicas.count > 1 or replicas.cpus or replicas.gpus):
         yield (
-            f"replicas.count = {replicas.count}, replicas.cpus and replicas.gpus need engines in processes of their "
-            'own: set rollout.placement to "process" or "ray"; found "inline".'
+            f"replicas.count = {replicas.count}, replicas.cpus and replicas.gpus need engines in separate "
+            'processes: set rollout.placement to "process" or "ray"; found "inline".'
         )
     yield from shared_gpu_problems(settings)
     if settings.weights.transport not in ("file", "ipc") and placement == "inline":
         yield (
-            f'weights.transport = "{settings.weights.transport}" is for engines in separate processes: set '
+            f'weights.transport = "{settings.weights.transport}" needs engines in separate processes: set '
             f'rollout.placement to "process" or "ray", or the transport to "file"; found placement {placement!r}.'
         )
     yield from _direct(settings)
     if placement == "ray" and settings.cluster.ray_address is not None and replicas.gpus is None:
         yield (
-            "replicas.gpus must be set where a Ray cluster is joined, whose GPUs this machine does not show: 1 for a "
-            "GPU each, 0 to generate on CPUs; found none."
+            "replicas.gpus must be set when the run joins a Ray cluster, whose GPUs are not visible from here: 1 for a "
+            "GPU per replica, 0 to generate on CPUs; found none."
         )
 
 
 def _direct(settings: Settings) -> Iterator[str]:
-    """What prevents a learner's ranks from sending their own weights."""
+    """Problems of `weights.transport = "direct"`."""
     if settings.weights.transport != "direct":
         return
     if settings.policy.learner != "megatron" or settings.cluster.kind == "inline":
         yield (
-            'weights.transport = "direct" needs every rank in its own process, from which it sends its shards: set '
+            'weights.transport = "direct" needs every rank in its own process, to send its own shards: set '
             'policy.learner to "megatron" and cluster.kind to "process" or "ray", or the transport to "tcp" or "nccl"; '
             f"found {settings.policy.learner!r} and {settings.cluster.kind!r}."
         )
     if settings.trainer.offload:
         yield (
-            'weights.transport = "direct" sends weights from where they are trained, and trainer.offload = true takes '
-            'them away before the engine has them. Set it to false, or the transport to "file".'
+            'weights.transport = "direct" sends weights from the device that trains them, and trainer.offload = true '
+            'frees them before the engine has received them. Set it to false, or the transport to "file".'
         )
 
 
@@ -304,7 +305,7 @@ def _health(settings: Settings) -> Iterator[str]:
             yield f"{setting}: {error}"
     for rule in health.pause_on:
         if rule in health.off:
-            yield f"health.pause_on has {rule}, which health.off switches off; take it out of one of them."
+            yield f"health.pause_on has {rule}, which health.off disables. Remove it from one of them."
     if health.pause_on and not health.enabled:
         yield "health.pause_on needs health.enabled = true."
 

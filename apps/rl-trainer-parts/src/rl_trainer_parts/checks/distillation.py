@@ -70,7 +70,7 @@ def _unused(settings: Settings) -> Iterator[str]:
         "correction.reject": correction.reject,
     }.items():
         if is_set:
-            yield f'{name} is of the policy gradient: it {need}. Or set distillation.used_as = "reward".'
+            yield f'{name} applies to the policy gradient, so it {need}. Or set distillation.used_as = "reward".'
 
 
 def _places(settings: Settings) -> Iterator[str]:
@@ -78,13 +78,13 @@ def _places(settings: Settings) -> Iterator[str]:
         on_ray = teacher.placement == "ray"
         if on_ray and settings.cluster.ray_address is not None and teacher.resources.gpus is None:
             yield (
-                f"distillation.teachers.{name}.resources.gpus must be set where a Ray cluster is joined, whose GPUs "
-                "this machine does not show: 1 for a GPU each, 0 to score on CPUs; found none."
+                f"distillation.teachers.{name}.resources.gpus must be set when the run joins a Ray cluster, "
+                "whose GPUs are not visible from here: 1 for a GPU per rank, 0 to score on CPUs; found none."
             )
 
 
 def _pools(settings: Settings) -> Iterator[str]:
-    """Check that this machine has the teachers' resources beside learner and engine; Ray checks a cluster's."""
+    """Problems of teachers for which this machine lacks resources; Ray checks those of a joined cluster."""
     there, before = machine_shares(), list[str]()
     for who, pool in (("the learner", rank_pool(settings)), ("the engine", replica_pool(settings))):
         if pool is not None and _take(there, pool):
@@ -100,7 +100,7 @@ def _pools(settings: Settings) -> Iterator[str]:
         yield (
             f"distillation.teachers.{name} reserves {_described(pool)} (replicas = {teacher.replicas}, tensor = "
             f"{teacher.tensor}); this machine has {describe_shares(there.cpus, len(there.gpus))}{beside}: room for "
-            f"{count_room(there, pool.cpus, pool.gpus, at_most=pool.size)} of {pool.size}. Ask for less; cpus = 0 "
+            f"{count_room(there, pool.cpus, pool.gpus, at_most=pool.size)} of {pool.size}. Reserve less; cpus = 0 "
             "shares the CPUs."
         )
 
@@ -143,16 +143,16 @@ def _lengths(settings: Settings, teacher: TeacherOptions) -> Iterator[str]:
     longest = settings.prompts.max_tokens + settings.rollout.max_response_tokens
     wanted = teacher.max_model_len
     added = [with_value(settings, name) for name in ("prompts.max_tokens", "rollout.max_response_tokens")]
-    made = f"{' and '.join(added)} make {longest} tokens"
+    made = f"{' and '.join(added)} add up to {longest} tokens"
     if wanted is not None and wanted < longest:
         yield f"max_model_len = {wanted} is too short: {made}. Raise it, or leave it out."
-    with contextlib.suppress(OSError, ValueError, EngineError):  # other checks say what is wrong with config.json
+    with contextlib.suppress(OSError, ValueError, EngineError):  # other checks report a broken config.json
         positions = max_positions(teacher.model)
         if positions < max(longest, wanted or 0):
             yield (
-                f"model: {teacher.model} has max_position_embeddings = {positions}, fewer than a trajectory may have: "
-                f"{made}{'' if wanted in (None, longest) else f', and max_model_len is {wanted}'}. Shorten them, or "
-                "take a teacher with more positions."
+                f"model: {teacher.model} has max_position_embeddings = {positions}, fewer than the longest trajectory "
+                f"needs: {made}{'' if wanted in (None, longest) else f', and max_model_len is {wanted}'}. Lower them, "
+                "or use a teacher with more positions."
             )
 
 
@@ -160,13 +160,12 @@ def _vocabulary(settings: Settings, config: PolicyConfig, student: PolicyConfig 
     chosen = settings.distillation
     if chosen.num_top > config.vocab_size:
         yield (
-            f": distillation.top_k = {chosen.num_top} is more than its vocabulary of {config.vocab_size} tokens. "
-            "Lower it."
+            f": distillation.top_k = {chosen.num_top} exceeds its vocabulary of {config.vocab_size} tokens. Lower it."
         )
     if student is not None and chosen.needs_hidden and config.vocab_size < student.vocab_size:
         yield (
-            f' knows {config.vocab_size} tokens, the policy {student.vocab_size}; distribution = "full" compares all '
-            'of them. Set it to "top_k".'
+            f" has {config.vocab_size} tokens in its vocabulary, but the policy has {student.vocab_size}, and "
+            'distribution = "full" compares all of them. Set it to "top_k".'
         )
 
 

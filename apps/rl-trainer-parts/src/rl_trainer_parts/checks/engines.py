@@ -32,7 +32,7 @@ def check_engines(settings: Settings) -> None:
             if check is not None:
                 check(folder, options)
         except EngineError as error:
-            found.append(f'{setting} = "{engine}": {error} Change that, or take another model or engine.')
+            found.append(f'{setting} = "{engine}": {error} Change that, or use another model or engine.')
     if found:
         raise SettingsError("\n".join(found))
 

@@ -17,7 +17,7 @@ def lora_problems(settings: Settings) -> Iterator[str]:
     yield from (f"lora.{problem}" for problem in lora.problems())
     for name in FROM_LORA:
         if value := getattr(settings.engine, name):
-            yield f"engine.{name} follows from [lora] in training; found {value!r}. Leave it out."
+            yield f"engine.{name} is derived from [lora] in training; found {value!r}. Leave it out."
     if not lora.rank:
         yield from _without_rank(lora)
     elif settings.policy.learner != "megatron":
@@ -33,8 +33,8 @@ def _without_rank(lora: LoraOptions) -> Iterator[str]:
     found = [field.name for field in fields(lora) if getattr(lora, field.name) != getattr(plain, field.name)]
     if found:
         yield (
-            f"lora.rank = 0 trains all weights; found {', '.join(f'lora.{name}' for name in found)} of an adapter. Set "
-            "lora.rank, or leave out the others."
+            f"lora.rank = 0 trains all weights; found adapter settings: {', '.join(f'lora.{name}' for name in found)}. "
+            "Set lora.rank, or leave them out."
         )
 
 
@@ -60,4 +60,4 @@ def lora_files(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     try:
         check_adapter(lora.path, lora, modules)
     except DataError as error:
-        yield f"lora.path: {error} Give the folder that peft's save_pretrained wrote, or a checkpoint's adapter/."
+        yield f"lora.path: {error} Use a folder that peft's save_pretrained wrote, or a checkpoint's adapter/."

@@ -13,7 +13,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 FILES = (".jsonl", ".json", ".parquet")
-"""Endings of files, which no hub id has."""
+"""File endings, which no hub id has."""
 
 
 def missing_path(path: Path, *, setting: str, kind: Literal["model", "dataset"], file: Path | None = None) -> str:
@@ -27,7 +27,7 @@ def missing_path(path: Path, *, setting: str, kind: Literal["model", "dataset"],
     """
     problem = f"{setting}: {path} does not exist (looked in {Path.cwd()})."
     if path.parts[:1] == ("~",):
-        return f"{problem} ~ is not expanded here; write $HOME, which the shell expands."
+        return f"{problem} ~ is not expanded here. Use $HOME, which the shell expands."
     if file is not None and not path.is_absolute():
         here = file.resolve().parent
         folder_with_it = next((one for one in (here.parent, here) if (one / path).exists()), None)
@@ -37,17 +37,17 @@ def missing_path(path: Path, *, setting: str, kind: Literal["model", "dataset"],
         return problem
     words = "" if kind == "model" else " --repo-type dataset"
     what = "folder" if kind == "model" else "file of that folder"
-    if len(path.parts) > 1 and path.parts[0] == f"{kind}s":  # where such a download puts it
+    if len(path.parts) > 1 and path.parts[0] == f"{kind}s":  # the folder of a suggested download
         return (
-            f"{problem} Fetch it by `hf download OWNER/{Path(*path.parts[1:2])}{words} --local-dir "
-            f"{Path(*path.parts[:2])}`, or give another {what}."
+            f"{problem} Download it with `hf download OWNER/{Path(*path.parts[1:2])}{words} --local-dir "
+            f"{Path(*path.parts[:2])}`, or use another {what}."
         )
     if not HUB_ID.fullmatch(str(path)) or path.parent.is_dir():
         return problem
     folder = f"{kind}s/{path.name}"
     return (
-        f"{problem} It looks like a {kind} of the Hugging Face hub: fetch it by `hf download {path}{words} --local-dir "
-        f"{folder}`, and give the {what}."
+        f"{problem} It looks like a {kind} on the Hugging Face Hub. Download it with `hf download {path}{words} "
+        f"--local-dir {folder}`, and use the {what}."
     )
 
 
@@ -59,7 +59,7 @@ def check_policy_folder(
         yield missing_path(path, setting=setting, kind="model", file=file)
         return
     if not path.is_dir():
-        yield f"{setting}: {path} is not a folder; give the folder that has the model's config.json."
+        yield f"{setting}: {path} is not a folder. Use the folder with the model's config.json."
         return
     config = path / "config.json"
     if not config.is_file():
@@ -72,8 +72,8 @@ def check_policy_folder(
     has_tokenizer = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     if needs_tokenizer and not has_tokenizer:
         yield (
-            f"{setting}: {path} has no tokenizer (tokenizer.json); copy the tokenizer's files of the model that it "
-            "came from into it."
+            f"{setting}: {path} has no tokenizer (tokenizer.json). Copy the tokenizer files of the original model "
+            "into it."
         )
     if not any(path.glob("*.safetensors")):
-        yield f"{setting}: {path} has no *.safetensors weights; other formats can run code and are not read."
+        yield f"{setting}: {path} has no *.safetensors weights. Other formats can run code and are not read."

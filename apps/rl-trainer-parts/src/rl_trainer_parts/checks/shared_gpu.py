@@ -1,4 +1,4 @@
-"""Checks of settings with which engine and learner share a GPU."""
+"""Checks of settings for an engine and a learner that share a GPU."""
 
 from collections.abc import Iterator
 
@@ -11,14 +11,14 @@ def shared_gpu_problems(settings: Settings) -> Iterator[str]:
         yield from _shared_memory(settings)
     if not settings.rollout.sleep_keeps_weights and settings.lora.rank and settings.lora.serving == "adapter":
         yield (
-            "rollout.sleep_keeps_weights = false drops the engine's weights, and an update of an adapter brings none "
-            'of those under it. Set it to true, or lora.serving to "merged".'
+            "rollout.sleep_keeps_weights = false drops the engine's weights, and an adapter update does not restore "
+            'the base weights. Set it to true, or lora.serving to "merged".'
         )
 
 
 def _shared_memory(settings: Settings) -> Iterator[str]:
     wanted = 'weights.transport = "ipc" needs one engine in its own process and a single-rank learner on the same GPU'
-    other = 'or take weights.transport = "file"'
+    other = 'or use weights.transport = "file"'
     if settings.rollout.placement != "process" or settings.replicas.count > 1:
         yield (
             f'{wanted}: set rollout.placement to "process" and replicas.count to 1, {other}; found '

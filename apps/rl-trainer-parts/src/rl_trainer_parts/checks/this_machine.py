@@ -1,4 +1,4 @@
-"""What settings need that this machine lacks, and another one may have."""
+"""Settings that this machine does not support, although another machine may."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -7,11 +7,11 @@ from rl_core.cluster import visible_gpus
 from rl_trainer_parts.settings.schema import Settings
 
 ON_CPUS = {"ipc": "file", "nccl": "tcp"}
-"""What carries weights without a GPU, by the transport that needs one."""
+"""The transport that works without a GPU, by the transport that needs one."""
 
 
 def machine_problems(settings: Settings) -> Iterator[str]:
-    """Settings with which a run on this machine is refused.
+    """Problems of settings that this machine does not support.
 
     A run that joins a Ray cluster trains on other machines, which are not checked here.
     """

@@ -31,7 +31,7 @@ def _problems(settings: Settings, folder: Path, setting: str, *, has_adapter: bo
         yield from lora_files(settings, config)
     try:
         check_ranks(settings.parallel)
-    except SettingsError:  # said with the other values
+    except SettingsError:  # reported by the check of values
         return
     lora = settings.lora if has_adapter else LoraOptions()
     checks = (
@@ -42,4 +42,4 @@ def _problems(settings: Settings, folder: Path, setting: str, *, has_adapter: bo
         try:
             check()
         except SettingsError as error:
-            yield from (f"{table}.{line} (That is for {setting}, {folder}.)" for line in str(error).splitlines())
+            yield from (f"{table}.{line} (This concerns {setting}, {folder}.)" for line in str(error).splitlines())

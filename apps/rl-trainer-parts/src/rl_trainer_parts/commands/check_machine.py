@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from rl_core.terminal_text import json_text
+from rl_trainer_parts.commands.amounts import counted
 from rl_trainer_parts.commands.command_line import say
 from rl_trainer_parts.machine.judging import ANY_RUN, judge_cluster, judge_machine
 from rl_trainer_parts.machine.needs import needs_of
@@ -33,6 +34,5 @@ def check_machine(settings: Settings | None, *, as_json: bool, uses_ray: bool = 
             say(f"{check.state:<8} {check.name:<{WIDTH}} {check.found}")
             if check.advice:
                 say(f"{'':<8} {'':<{WIDTH}} try: {check.advice}")
-        words = (f"{number} {state}{'' if number == 1 else 's'}" for state, number in count.items())
-        say(", ".join(words))
+        say(", ".join(counted(number, state) for state, number in count.items()))
     return 1 if count["problem"] else 0

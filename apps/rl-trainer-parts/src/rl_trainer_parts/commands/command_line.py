@@ -1,4 +1,4 @@
-"""What the commands of both trainers share: arguments, error messages, logging."""
+"""Arguments, error messages and logging of the commands of both trainers."""
 
 import io
 import logging
@@ -27,14 +27,14 @@ Command = Callable[[list[str]], int]
 
 HELP = ("--help", "-h")
 EXPORT_HELP = """\
-export CHECKPOINT FOLDER: write the policy of a checkpoint, or of a run's newest, as a Hugging Face folder.
+export CHECKPOINT FOLDER: write the policy of a checkpoint, or of a run's newest one, as a Hugging Face folder.
   --merge        Merge a LoRA adapter into its base model (default).
   --adapter      Write only the LoRA adapter, in peft's format.
   --base FOLDER  Where the adapter's base model is now, if it has moved."""
 CHECK_MACHINE_HELP = """\
 {program} check-machine [SETTINGS.toml] [--json] [--section.name=value ...]: check whether this machine can train.
-  It checks Python, packages, GPUs, memory, shared memory, ports, Ray, disk and limits, and says what to do. With
-  settings it compares them with that run's needs. Exit status: 0 no problem, 1 problems.
+  It checks Python, packages, GPUs, memory, shared memory, ports, Ray, disk and limits, and suggests fixes. With
+  settings, it compares them with what that run needs. Exit status: 0 no problem, 1 problems.
   --json  Print one JSON object."""
 WITH_SETTINGS = ("train", "validate")
 """Commands whose --help explains settings."""
@@ -113,7 +113,7 @@ class Program:
         from rl_trainer_parts.settings.sources import load_settings
 
         settings = load_settings(file, words, os.environ, kind=self.settings())
-        if named is not None:  # it is whole, or has an adapter of its own
+        if named is not None:  # a full model, or one with its own adapter
             settings = settings.model_copy(update={"lora": replace(settings.lora, path=None)})
         say(f"{self.name}: evaluating {named or settings.policy.path}")
         from rl_trainer_parts.commands.validate import validate
@@ -127,7 +127,7 @@ class Program:
         from rl_trainer_parts.settings.fields import help_text
 
         topic = words[0].lstrip("-").partition("=")[0] if words else ""
-        with suppress(BrokenPipeError):  # `head` has seen enough
+        with suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
             say(help_text(self.usage, self.settings(), topic=topic))
         return 0
 
@@ -149,7 +149,7 @@ def run_command(words: Sequence[str], commands: Mapping[str, Command]) -> int:
     if command is None:
         hint = f" Did you mean `train {words[0]}`?" if words[0].endswith(".toml") else nearest_name(words[0], commands)
         if words[0] == "status":
-            hint = " See how a run goes with `rl-metrics doctor RUN`."
+            hint = " To check on a run, use `rl-metrics doctor RUN`."
         return complain(f"unknown command {words[0]!r}; known: {', '.join(commands)}.{hint}")
     try:
         status = command(list(words[1:]))
@@ -166,7 +166,7 @@ def run_command(words: Sequence[str], commands: Mapping[str, Command]) -> int:
 
 
 def _drop_what_nobody_reads() -> None:
-    """Drop buffered output when the terminal is gone; Python would otherwise exit with its own status, 120."""
+    """Drop buffered output if the terminal is gone; Python would otherwise exit with its own status, 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -187,10 +187,10 @@ def export(words: list[str]) -> int:
         take_option(words, "--base"),
     )
     if len(words) != 2:
-        raise SettingsError("export takes a checkpoint (or a run folder) and the folder to write.")
+        raise SettingsError("export needs a checkpoint (or a run folder) and the folder to write.")
     if adapter_alone and (merge or base is not None):
         other = "--merge" if merge else "--base"
-        raise SettingsError(f"export takes either --adapter, for the adapter alone, or {other}, to merge it.")
+        raise SettingsError(f"export accepts either --adapter, to write the adapter alone, or {other}, to merge it.")
     from rl_trainer_parts.run.policies import export_adapter, export_policy
 
     path, target = map(Path, words)
@@ -214,7 +214,7 @@ def configure_logs() -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
         logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Stderr())),
     )
-    warnings.filterwarnings("ignore", module=r"megatron\..*")  # it warns of every optional package that is not there
+    warnings.filterwarnings("ignore", module=r"megatron\..*")  # it warns about every missing optional package
 
 
 class _Stderr(io.TextIOBase):

@@ -1,4 +1,4 @@
-"""`new DIR`: settings, a reward and ten problems to start a run of one's own from."""
+"""`new DIR`: write settings, a reward and ten problems as the start of a new run."""
 
 import argparse
 import inspect
@@ -20,7 +20,7 @@ from rl_trainer_parts.settings.fields import setting_fields
 from rl_trainer_parts.settings.schema import Settings
 
 HUB_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
-"""Small, of a family that the learner knows, and with answers that are short."""
+"""A small model of a supported family, with short answers."""
 
 MODEL = Path("models") / HUB_MODEL.partition("/")[2]
 REWARD = Path(__file__).with_name("starter_reward.py")
@@ -43,7 +43,7 @@ def new(words: Sequence[str], kind: type[Settings], *, program: str) -> int:
         SettingsError: The folder is not empty or cannot be written, or the model cannot be used.
     """
     parser = argparse.ArgumentParser(
-        prog=f"{program} new", description="Write settings, a reward and ten problems to start a run from."
+        prog=f"{program} new", description="Write settings, a reward and ten problems as the start of a new run."
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="a new or empty folder")
     parser.add_argument("--model", metavar="FOLDER", type=Path, help="Hugging Face folder of the model to train")
@@ -118,9 +118,9 @@ def settings_text(values: Mapping[str, object], kind: type[Settings], *, program
     """
     fields = setting_fields(kind)
     head = (
-        f"Settings of `{program} train`. Relative paths start at the folder in which the command runs. A setting that "
-        f"is not here keeps its default: `{program} train --help` explains all of them, `{program} train --help "
-        "rollout` those of one section, and docs/settings.md lists them."
+        f"Settings of `{program} train`. Relative paths start at the folder in which the command runs. Settings that "
+        f"are not listed keep their defaults: `{program} train --help` explains all settings, `{program} train "
+        "--help rollout` those of one section, and docs/settings.md lists them."
     )
     lines = [*_comment(head)]
     section = ""
@@ -145,17 +145,17 @@ def _rows(sums: Sequence[tuple[int, int]]) -> str:
 
 
 def write_new(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write files into a folder that is made here, or empty.
+    """Write files into a new or empty folder.
 
     Raises:
-        SettingsError: Something is there already, or the folder cannot be written.
+        SettingsError: The folder is not empty, or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with os.scandir(folder) as found:
             there = min((entry.name for entry in found), default=None)
         if there is not None:
-            raise SettingsError(f"{folder} must be a new or empty folder; it has {there}. Choose another folder.")
+            raise SettingsError(f"{folder} must be a new or empty folder; found {there} in it. Choose another folder.")
         for name, text in texts.items():
             (folder / name).write_text(text)
     except OSError as error:

@@ -19,6 +19,7 @@ from rl_distill import (
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
 from rl_trainer_parts.commands.adapter_plan import describe_adapter
+from rl_trainer_parts.commands.amounts import counted, size_text
 from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
@@ -33,9 +34,8 @@ from rl_trainer_parts.settings.schema import Settings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EXPERT_BYTES = 2
-GIB = 2**30
 INDENT = " " * 13
-PLACES = {"process": ("a process", "processes"), "ray": ("an actor of Ray", "actors of Ray")}
+PLACES = {"process": ("a process", "processes"), "ray": ("a Ray actor", "Ray actors")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +102,14 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
 
 
 def _replay(settings: Settings) -> Iterator[str]:
-    """Say whether the learner of a mixture replays the engine's routing."""
+    """Lines about a mixture of experts: whether the learner replays the engine's routing."""
     if expert_shape(settings) is not None:
         yield f"{INDENT}records each token's experts, which the learner replays"
     elif routes_anew(settings):
-        yield f"{INDENT}a mixture without replay, which trains on other experts than the engine used:"
+        yield f"{INDENT}a mixture without replay: some tokens train other experts than the engine used, because"
         yield f"{INDENT}{why_not_replayed(settings)}"
         if math.isinf(proof_tolerances(settings).canary):
-            yield f"{INDENT}only tensors, not logprobs, prove weight updates then: set trainer.proof_tolerance"
+            yield f"{INDENT}so only tensors, not logprobs, prove weight updates; set trainer.proof_tolerance"
 
 
 def _engine_place(settings: Settings) -> str:
@@ -124,10 +124,10 @@ def _ranks(settings: Settings, inline_rank: str) -> Iterator[str]:
     if cluster.kind == "inline":
         yield f"             one rank, {inline_rank}"
         return
-    where = "processes of this machine" if cluster.kind == "process" else "actors of Ray"
+    where = PLACES[cluster.kind][parallel.ranks > 1]
     sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context", "data", "expert")}
     layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no parallelism"
-    yield f"             {parallel.ranks} ranks in {where}: {layout}"
+    yield f"             {counted(parallel.ranks, 'rank')} in {where}: {layout}"
     gpus = gpus_per_rank(settings)
     if cluster.cpus_per_rank or gpus:
         yield f"             reserved for each: {describe_shares(cluster.cpus_per_rank, gpus)}"
@@ -135,12 +135,12 @@ def _ranks(settings: Settings, inline_rank: str) -> Iterator[str]:
 
 
 def _room(settings: Settings) -> Iterator[str]:
-    """Compare the reserved resources with this machine's; a joined cluster's are known only to Ray."""
+    """Compare the reserved resources with this machine's; only Ray knows those of a joined cluster."""
     if settings.cluster.ray_address is not None:
         return
     there, ranks = machine_shares(), settings.parallel.ranks
     room = count_room(there, settings.cluster.cpus_per_rank, gpus_per_rank(settings), at_most=ranks)
-    verdict = "" if room == ranks else f", room for {room} of {ranks} ranks: a run here would be refused"
+    verdict = "" if room == ranks else f", room for {room} of {ranks} ranks, so a run here would be refused"
     yield f"             this machine has {describe_shares(there.cpus, len(there.gpus))}{verdict}"
 
 
@@ -171,9 +171,9 @@ def _teacher_memory(settings: Settings) -> Iterator[str]:
     """Memory of the teachers' weights."""
     for name, teacher in settings.distillation.teachers.items():
         config = _config(teacher.model)
-        weights = count_parameters(config).total * BYTES[teacher.dtype] / GIB
+        weights = size_text(count_parameters(config).total * BYTES[teacher.dtype])
         cache = f" + {teacher.kv_cache_gib or 1:g} GiB KV cache (on a CPU)" if teacher.engine == "vllm" else ""
-        yield f"  teacher    {name}: {teacher.replicas} x {weights:.2f} GiB weights{cache}, for {_parameters(config)}"
+        yield f"  teacher    {name}: {teacher.replicas} x {weights} weights{cache}, for {_parameters(config)}"
 
 
 def _compared(chosen: DistillationOptions) -> str:
@@ -181,8 +181,8 @@ def _compared(chosen: DistillationOptions) -> str:
         return f"{chosen.loss} of the sampled token" if chosen.teachers else f"{chosen.loss} of a teacher's texts"
     if chosen.needs_hidden:
         return f"{chosen.loss} of whole distributions"
-    rest = {"bucket": "a bucket of the rest", "drop": "nothing of the rest", "renormalise": "these made to sum to 1"}
-    return f"{chosen.loss} of the top {chosen.top_k} tokens and {rest[chosen.tail]}"
+    rest = {"bucket": "with a bucket for the rest", "drop": "without the rest", "renormalise": "renormalised"}
+    return f"{chosen.loss} of the top {counted(chosen.top_k, 'token')}, {rest[chosen.tail]}"
 
 
 def _beside(chosen: DistillationOptions) -> str:
@@ -196,40 +196,47 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
     epochs = trainer.steps * rollout.prompts_per_step / counts.train
     micro_batches = min(samples, -(-samples * longest // settings.learner.micro_batch_tokens))
     yield "Batches"
-    yield f"  a step     {rollout.prompts_per_step} prompts x {rollout.group_size} sessions = {samples} trajectories"
+    prompts, sessions = counted(rollout.prompts_per_step, "prompt"), counted(rollout.group_size, "session")
+    yield f"  a step     {prompts} x {sessions} = {counted(samples, 'trajectory', 'trajectories')}"
     if settings.refill.filter:
-        refill = settings.refill
-        yield f"             of groups that {refill.filter} keeps, in at most {refill.max_rounds} rounds of generation"
+        rounds = counted(settings.refill.max_rounds, "round")
+        yield f"             from groups that {settings.refill.filter} keeps, in at most {rounds} of generation"
     if settings.skip.enabled:
         skip = settings.skip
         yield f"             steps {skip.steps} from the skip cache {skip.directory} (skip.action = {skip.action})"
-    updates = trainer.minibatches * trainer.epochs
-    yield f"             in {updates} optimizer update(s), of at most {micro_batches} micro-batches in all"
+    updates = counted(trainer.minibatches * trainer.epochs, "optimizer update")
+    yield f"             in {updates}, at most {counted(micro_batches, 'micro-batch', 'micro-batches')} in total"
     made_of = f"{settings.prompts.max_tokens} + {rollout.max_response_tokens} = " if longest == bound else ""
     yield f"  tokens     at most {made_of}{longest} a trajectory"
     yield from _sharing(settings)
     if longest > settings.learner.micro_batch_tokens:
         yield f"             one longer than learner.micro_batch_tokens = {settings.learner.micro_batch_tokens}"
-        yield "             makes a micro-batch of its own, of its length"
-    yield f"  the run    {trainer.steps} steps, {trainer.steps * samples} trajectories, {epochs:.2f} epochs"
+        yield "             becomes a micro-batch of its own"
+    trajectories = counted(trainer.steps * samples, "trajectory", "trajectories")
+    yield f"  the run    {counted(trainer.steps, 'step')}, {trajectories}, {epochs:.2f} epochs"
     yield f"  problems   {counts.train} to train on, {counts.test} to test at the start and the end,"
-    yield f"             {counts.validation} for validation every {trainer.validate_every} steps"
+    yield f"             {counts.validation} for validation {_every(trainer.validate_every)}"
     if settings.prompts.validation_samples > 1:
         yield f"             {settings.prompts.validation_samples} responses to each of these"
     if counts.form:
         yield f"  prompts    {counts.form}; the longest has {counts.longest} tokens"
     if counts.dropped:
-        yield f"             {counts.dropped} rows are longer than prompts.max_tokens, and left out"
+        yield f"             {counted(counts.dropped, 'row')} longer than prompts.max_tokens left out"
+
+
+def _every(steps: int) -> str:
+    """How often something happens, as text; 0 is only at the end."""
+    return ("only at the end", "every step")[steps] if steps < 2 else f"every {steps} steps"
 
 
 def _sharing(settings: Settings) -> Iterator[str]:
-    """What the learner computes only once."""
+    """Line about prompts that the learner computes once per group."""
     least, rollout = settings.learner.shared_prefix_tokens, settings.rollout
     if least == 0 or settings.policy.learner != "megatron" or rollout.group_size == 1:
         return
     prompt, longest = settings.prompts.max_tokens, longest_trajectory(settings)
     share = (rollout.group_size - 1) * prompt / (rollout.group_size * longest)
-    yield f"             a group's prompt is computed once, from {least} tokens on: saves up to {share:.0%}"
+    yield f"             a group's prompt of {least} or more tokens is computed once, which saves up to {share:.0%}"
 
 
 def _memory(settings: Settings) -> Iterator[str]:
@@ -242,11 +249,11 @@ def _memory(settings: Settings) -> Iterator[str]:
         critic = _config(settings.critic.path or settings.policy.path)
         yield f"  critic     {_on_ranks(settings, critic, 'critic')}, like the learner, for {_parameters(critic)}"
     if algorithm.kl_coefficient:
-        shared = "none: it has the learner's" if settings.lora.rank else _on_ranks(settings, policy, "frozen")
+        shared = "none: it shares the learner's" if settings.lora.rank else _on_ranks(settings, policy, "frozen")
         yield f"  reference  {shared} (weights)"
     yield from _teacher_memory(settings)
     cache = f" + {settings.engine.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
-    yield f"  engine     {engine / GIB:.2f} GiB weights{cache if settings.rollout.engine == 'vllm' else ''}"
+    yield f"  engine     {size_text(engine)} weights{cache if settings.rollout.engine == 'vllm' else ''}"
     yield from _experts(settings)
 
 
@@ -261,13 +268,13 @@ def _parameters(config: PolicyConfig) -> str:
 
 
 def _on_ranks(settings: Settings, config: PolicyConfig, kind: Literal["policy", "critic", "frozen"]) -> str:
-    """Memory of a model on the rank that holds most of it."""
+    """Memory of a model on the rank that needs the most."""
     parallel = settings.parallel
     lora = settings.lora if kind == "policy" else LoraOptions()
     stages = rank_memory(config, parallel, dtype=settings.learner.dtype, kind=kind, lora=lora)
     which = "each" if len(set(stages)) == 1 else "the fullest"
     where = f" on {which} of {parallel.ranks} ranks" if parallel.ranks > 1 else ""
-    return f"{max(map(sum, stages)) / GIB:.2f} GiB{where}"
+    return f"{size_text(max(map(sum, stages)))}{where}"
 
 
 def _activations(settings: Settings, config: PolicyConfig) -> Iterator[str]:
@@ -276,7 +283,7 @@ def _activations(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     is_known = settings.policy.learner == "megatron" and learner.kernels != "plain" and learner.dtype == "bfloat16"
     if is_known and not settings.lora.rank:
         kept = max(kept_activations(config, settings.parallel, learner))
-        yield f"             and {kept / GIB:.2f} GiB on a GPU for what its layers keep of full micro-batches"
+        yield f"             and {size_text(kept)} of activations on a GPU for full micro-batches"
 
 
 def _experts(settings: Settings) -> Iterator[str]:
@@ -287,13 +294,13 @@ def _experts(settings: Settings) -> Iterator[str]:
     token = EXPERT_BYTES * math.prod(shape)
     longest = longest_trajectory(settings)
     step = rollout.prompts_per_step * rollout.group_size * longest * token
-    yield f"  experts    {token} bytes a token, in the engine and in trajectories: at most {step / GIB:.2f} GiB a step"
+    yield f"  experts    {token} bytes a token, in the engine and in trajectories: at most {size_text(step)} a step"
 
 
 def _files(settings: Settings) -> Iterator[str]:
     folder = settings.run_folder
     every = settings.trainer.checkpoint_every
-    when = f"every {every} steps and at the end" if every else "at the end"
+    when = f"{_every(every)} and at the end" if every else "at the end"
     yield f"Writes to {folder}/"
     yield "  settings.toml metrics.jsonl histograms.jsonl generations.jsonl rollouts.jsonl probes.jsonl events.jsonl"
     yield "  health.json report.html summary.json"

@@ -56,13 +56,13 @@ def train_checked(
         console.say(f"note: {note}")
     if dry_run:
         for problem in lacking:
-            console.say(f"warning: a run on this machine is refused: {problem}")
+            console.say(f"warning: a run on this machine would be refused: {problem}")
         folder = RunFolder(settings.run_folder)
         if resume:
             require_resumable(folder, settings)
         elif settings.run.if_exists == "refuse":
             require_free(folder)
-        console.close()  # writes what it has, before others write
+        console.close()  # flush its output first
         say(describe(settings, inputs.counts, loop_lines))
         return 0
     with open_run(settings, resume=resume, say=console.say) as folder:

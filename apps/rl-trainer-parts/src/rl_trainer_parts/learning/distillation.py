@@ -12,7 +12,7 @@ def has_teachers(settings: Settings) -> bool:
 
 
 def learns_from_rewards(settings: Settings) -> bool:
-    """True when the policy learns from task rewards, alone or beside teachers."""
+    """True when the policy learns from task rewards, with or without teachers."""
     return not settings.distillation.is_on or settings.distillation.use_task_rewards
 
 

@@ -62,26 +62,26 @@ def groups_of_texts(prompts: Sequence[Prompt], options: TextOptions, tokenizer: 
 
 
 def text_problems(settings: Settings) -> Iterator[str]:
-    """Problems of settings that make no sense for texts that the policy did not generate."""
+    """Problems of settings that do not apply to texts from a teacher."""
     chosen = settings.distillation
     if chosen.texts is None:
         return
     column = f"distillation.texts = {chosen.texts!r}"
     if chosen.use_task_rewards or chosen.used_as == "reward":
         yield (
-            f"{column} trains on what the policy did not sample, so there is no policy gradient: set "
-            'distillation.use_task_rewards = false, and used_as = "loss".'
+            f"{column} trains on texts that the policy did not sample, so there is no policy gradient. Set "
+            'distillation.use_task_rewards = false and used_as = "loss".'
         )
     if chosen.loss in ("k1", "abs", "k2", "k3"):
         yield (
-            f'{column}: loss = "{chosen.loss}" is an estimate from tokens that the policy sampled. Use "forward_kl", '
+            f'{column}: loss = "{chosen.loss}" needs tokens that the policy sampled. Use "forward_kl", '
             '"reverse_kl" or "js", or "nll" without a teacher.'
         )
     if chosen.other_tokenizer == "align" and chosen.teachers:
-        yield f'{column} and other_tokenizer = "align" do not go together; leave one of them out.'
+        yield f'{column} and other_tokenizer = "align" cannot be combined. Leave one of them out.'
     for name, is_set in (("refill.filter", settings.refill.filter), ("skip.enabled", settings.skip.enabled)):
         if is_set:
-            yield f"{column} generates nothing that {name} could be for; leave it out."
+            yield f"{column} generates no rollouts, so {name} has no effect. Leave it out."
     if settings.algorithm.old_logprobs == "recompute":
         yield f'{column} needs algorithm.old_logprobs = "rollout"; found "recompute".'
 

@@ -33,7 +33,7 @@ def prepare_batch(parts: LearningParts, batch: Batch, recorder: Recorder, *, kl_
     """
     algorithm, correction = parts.settings.algorithm, parts.settings.correction
     if parts.settings.distillation.texts is not None:
-        batch = batch.only(batch.names - {"rollout_logprobs"})  # the policy sampled none of it
+        batch = batch.only(batch.names - {"rollout_logprobs"})  # the policy did not sample these tokens
     if not has_policy_gradient(parts.settings):
         return batch
     if algorithm.kl_in == "reward" and algorithm.kl_coefficient:
@@ -59,7 +59,7 @@ def prepare_batch(parts: LearningParts, batch: Batch, recorder: Recorder, *, kl_
             keep_advantages=learns_from_rewards(parts.settings),
         )
         recorder.record_all(metrics)
-        batch = batch.only(batch.names - TEACHER_COLUMNS)  # the policy gradient has all of it in the advantages
+        batch = batch.only(batch.names - TEACHER_COLUMNS)  # the advantages contain them
     if correction.weights != "none":
         level, cap, floor = correction.weights, correction.cap, correction.floor
         batch = with_correction_weights(batch, level=level, cap=cap, floor=floor)
@@ -69,8 +69,8 @@ def prepare_batch(parts: LearningParts, batch: Batch, recorder: Recorder, *, kl_
         recorder.record_all(metrics)
         if not batch.ragged("loss_mask").values.any():
             raise DataError(
-                f"correction.reject = {correction.reject} left no token of {len(batch)} trajectories to train on. "
-                "Widen its bounds, or look at rollout_corr/kl: engine and learner may not have the same weights."
+                f"correction.reject = {correction.reject} rejected every token of {len(batch)} trajectories. "
+                "Widen its bounds, or check rollout_corr/kl: engine and learner may have different weights."
             )
     if parts.select_tokens is not None:
         batch = with_token_selection(batch, select=parts.select_tokens, policy_logprobs=parts.sampled_logprobs)

@@ -64,7 +64,7 @@ def adapted_kl(parts: LearningParts, kl: AdaptiveKL, batch: Batch, recorder: Rec
     algorithm = parts.settings.algorithm
     if not algorithm.kl_coefficient:
         return kl
-    # The value is the same with k2's gradient; where the KL is a penalty, this is what was taken from the reward.
+    # "k3+" and "k3" have the same value. With kl_in = "reward", this is the penalty that was subtracted.
     measured = mean_reference_kl(batch, estimator=algorithm.kl_estimator, policy_logprobs=parts.sampled_logprobs)
     recorder.record("actor/kl_coef", kl.coefficient)
     recorder.record("actor/reference_kl", measured)

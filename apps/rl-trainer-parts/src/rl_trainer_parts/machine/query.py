@@ -1,6 +1,7 @@
-"""Run as a script in a child process, which a driver may crash and Ray may block: prints one line of JSON.
+"""Query GPUs or a Ray cluster in a child process, which a driver may crash and Ray may block.
 
-`query.py gpus` prints the fields of `Cuda`; `query.py ray HOST:PORT` joins a Ray cluster as a run does.
+As a script, it prints one line of JSON. `query.py gpus` prints the fields of `Cuda`; `query.py ray HOST:PORT` joins a
+Ray cluster as a run does.
 """
 
 import importlib
@@ -10,7 +11,7 @@ from typing import Any
 
 
 def query_gpus() -> dict[str, Any]:
-    """The GPUs that torch sees, and whether torchvision can be imported with this torch."""
+    """Return the GPUs visible to torch, and whether torchvision can be imported with this torch."""
     import torch
 
     cuda: Any = torch.cuda
@@ -19,7 +20,7 @@ def query_gpus() -> dict[str, Any]:
         importlib.import_module("torchvision")
     except ModuleNotFoundError:
         pass
-    except Exception as error:  # of a torchvision for another torch: any kind
+    except Exception as error:  # a torchvision for another torch raises anything
         found["vision_error"] = f"{type(error).__name__}: {error}".partition("\n")[0]
     if torch.version.cuda is None:
         return found
@@ -34,7 +35,7 @@ def query_gpus() -> dict[str, Any]:
 
 
 def query_ray(address: str) -> dict[str, Any]:
-    """What the cluster has, in words."""
+    """Return the cluster's nodes and resources as text, or an error."""
     from rl_core.cluster import RayOptions, describe_shares, start_ray, stop_ray
     from rl_core.errors import RLError
 
@@ -42,7 +43,8 @@ def query_ray(address: str) -> dict[str, Any]:
         ray = start_ray(RayOptions(address=address))
         there = ray.cluster_resources()
         shares = describe_shares(there.get("CPU", 0.0), there.get("GPU", 0.0))
-        return {"found": f"{sum(node['Alive'] for node in ray.nodes())} node(s) with {shares}"}
+        alive = sum(node["Alive"] for node in ray.nodes())
+        return {"found": f"{alive} node{'' if alive == 1 else 's'} with {shares}"}
     except RLError as error:
         return {"error": str(error)}
     finally:

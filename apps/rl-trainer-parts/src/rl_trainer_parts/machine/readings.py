@@ -1,4 +1,4 @@
-"""Reads this machine: /proc, the installed packages, and the GPUs as torch sees them."""
+"""Read this machine: /proc, installed packages, and the GPUs visible to torch."""
 
 import contextlib
 import errno
@@ -29,10 +29,10 @@ OURS = (
     *("rl-trainer-parts", "rl-sync-trainer", "rl-async-trainer"),
 )
 EXTRAS = ("", "megatron", "ray", "torch", "transformers")
-"""Extras of our packages that a trainer may need; `vllm` is apart, because it restricts torch further."""
+"""Extras of our packages that a trainer may need; `vllm` is separate, because it restricts torch further."""
 
 RAY_PORTS = (6379, 8265, 10001)
-"""Default ports of `ray start --head`: the cluster's address, its dashboard, Ray Client."""
+"""Default ports of `ray start --head`: cluster address, dashboard, Ray Client."""
 
 QUERY = Path(__file__).with_name("query.py")
 GPU_DEADLINE_S = 180.0
@@ -42,11 +42,11 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory on Linux
 
 
 class Space(NamedTuple):
-    """Bytes of a disk or a memory.
+    """Size of a disk or memory in bytes.
 
     Attributes:
         total: Size of the disk or memory.
-        free: Bytes that are free.
+        free: Free bytes.
         path: Folder on the disk; empty for memory.
         is_writable: True if this user may write there.
     """
@@ -59,12 +59,12 @@ class Space(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuda:
-    """The GPUs, as torch sees them.
+    """GPUs visible to torch.
 
     Attributes:
-        built_for: Version of CUDA that torch is built for; None for a CPU build.
+        built_for: CUDA version of the torch build; None for a CPU build.
         error: Why torch cannot use the GPUs; empty if it can.
-        gpus: Name, free bytes and all bytes of each GPU.
+        gpus: Name, free bytes and total bytes of each GPU.
         apart: Pairs of GPUs without direct access to each other's memory, such as "0-1".
         vision_error: Why torchvision cannot be imported with this torch; empty if it can, or is not installed.
     """
@@ -87,15 +87,15 @@ class Machine:
         tested: Versions in locks/cpu.txt; empty outside a checkout.
         num_cpus: CPUs that this process may use.
         gpu_names: GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES.
-        driver: Version of NVIDIA's driver; None if there is no driver.
-        cuda: The GPUs, as torch sees them; None if there are none to look at.
-        memory: Memory of the host, or of the control group if that allows less.
-        shared_memory: Space in /dev/shm; None if there is no such folder.
+        driver: Version of NVIDIA's driver; None without one.
+        cuda: GPUs visible to torch; None if there are none to query.
+        memory: Memory of the host, or of the control group if it is smaller.
+        shared_memory: Space in /dev/shm; None if the folder does not exist.
         loopback_error: Why no port of 127.0.0.1 can be bound; empty if one can.
         taken_ports: Ports of `RAY_PORTS` that are in use.
-        ray_heads: Ray's version, by process id, of each cluster whose head runs here; empty if it is not known.
-        disk: Space in the folder of the run.
-        open_files: Files that one process may have open.
+        ray_heads: Ray version of each cluster whose head runs here, by process id; "" if unknown.
+        disk: Space in the run's folder.
+        open_files: Maximum number of open files per process.
     """
 
     python: str
@@ -116,7 +116,7 @@ class Machine:
 
 
 def read_machine(run_folder: Path) -> Machine:
-    """Read this machine. With GPUs it takes seconds, because a child process imports torch.
+    """Read this machine. With GPUs this takes seconds, because a child process imports torch.
 
     Args:
         run_folder: Folder that a run would write to.
@@ -179,18 +179,18 @@ def ask_cluster(address: str) -> dict[str, Any]:
         address: "host:port".
 
     Returns:
-        What it has, as `found`, or why it cannot be joined, as `error`.
+        Its nodes and resources as `found`, or why it cannot be joined as `error`.
     """
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()  # Ray waits minutes if nobody listens
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()  # Ray would wait for minutes
     except (OSError, ValueError) as error:
         return {"error": f"nothing answers at {address} ({error})"}
     return _ask("ray", address, deadline_s=RAY_DEADLINE_S)
 
 
 def _ask(*words: str, deadline_s: float) -> dict[str, Any]:
-    """The JSON that query.py prints, or an error."""
+    """Return the JSON that query.py prints, or an error."""
     command = [sys.executable, "-P", str(QUERY), *words]
     try:
         done = subprocess.run(  # noqa: S603 - our own file
@@ -230,14 +230,14 @@ def memory_limits(root: Path) -> Iterator[int]:
         top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         here = top / path.lstrip("/")
         for folder in (here, *here.parents):
-            with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+            with contextlib.suppress(OSError, ValueError):  # "max" means no limit
                 yield int((folder / ("memory.limit_in_bytes" if controllers else "memory.max")).read_text())
             if folder == top:
                 break
 
 
 def _space(path: Path) -> Space:
-    """Space on the disk of a folder, which need not exist yet."""
+    """Return the space on the disk of a folder, which need not exist yet."""
     there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     usage = shutil.disk_usage(there)
     is_writable = os.access(there, os.W_OK | os.X_OK)
@@ -245,7 +245,7 @@ def _space(path: Path) -> Space:
 
 
 def bind_error(port: int) -> str:
-    """Why this port of 127.0.0.1 cannot be bound; empty if it can.
+    """Return why this port of 127.0.0.1 cannot be bound; empty if it can.
 
     Args:
         port: 0 lets the system choose one.
@@ -260,7 +260,7 @@ def bind_error(port: int) -> str:
 
 
 def _ray_heads() -> Iterator[tuple[int, str]]:
-    """Process id and Ray version of each head of a Ray cluster on this machine."""
+    """Yield the process id and Ray version of each Ray head on this machine."""
     for pid in running_processes():
         with contextlib.suppress(OSError):
             program = Path(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]))

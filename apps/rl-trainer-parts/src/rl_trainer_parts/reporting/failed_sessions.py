@@ -114,7 +114,7 @@ def told(event: Mapping[str, Any]) -> str:
             + ("; they are left out" if event["during"] == "training" else "")
         )
     if zeroed:
-        said.append(f"the rewards of {zeroed} of {total} sessions failed, and count 0")
+        said.append(f"the rewards of {zeroed} of {total} sessions failed and count as 0")
     during = "" if event["during"] == "training" else f" ({event['during']})"
     return f"step {event['step']}{during}: {'; '.join(said)}. The first: {event['error']}"
 

@@ -67,7 +67,7 @@ def watch_health(
             stop=stop,
             family="policy_gradient" if not learns.is_on else "mixed" if learns.use_task_rewards else "distillation",
         )
-    except OSError as error:  # a run that is not judged is better than none
+    except OSError as error:  # a run without health checks is better than no run
         log.warning("health_failed", error=str(error))
     else:
         trackers.add("health", watch)
@@ -139,7 +139,7 @@ class HealthWatch:
         """Samples do not affect health."""
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Nor do distributions."""
+        """Histograms do not affect health."""
 
     def close(self) -> None:
         """Check the finished run; a failed run already reported its error."""
@@ -164,10 +164,10 @@ class HealthWatch:
         part.write_text(json.dumps(verdict.to_json(), indent=1) + "\n")
         part.replace(
             self._folder / FILE
-        )  # not synced: the next verdict is as good, and the loop does not wait for disks
+        )  # not synced: the next check writes it again, and the loop must not wait for the disk
 
     def _tell(self, verdict: Verdict) -> None:
-        """Report new or worse findings, and findings that are over, once each."""
+        """Report new, worse and resolved findings once each."""
         for finding in verdict.findings:
             before = self._told.get(finding.rule)
             if before is None or SEVERITY_RANKS[before] < SEVERITY_RANKS[finding.severity]:

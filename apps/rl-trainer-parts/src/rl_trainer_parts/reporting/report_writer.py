@@ -39,25 +39,25 @@ class ReportWriter:
         self._ends_at = 0.0
         self._has_steps = False
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: ARG002 - it reads the files
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: ARG002 - the report reads the files
         """Start a report if one is due."""
         self._has_steps = True
         if self._every and step and step % self._every == 0 and self._is_idle():
             self._start()
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing is due."""
+        """Ignore late metrics; the next report reads them."""
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Nothing is due."""
+        """Ignore histograms; the next report reads them."""
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
-        """Nothing is due."""
+        """Ignore samples; the next report reads them."""
 
     def close(self) -> None:
         """Write the final report and wait for it. Can be called twice."""
         running, self._running = self._running, None
-        if running is not None:  # what it would show is old
+        if running is not None:  # its content would be outdated
             running.kill()
             running.communicate()
         if self._has_steps:
@@ -69,12 +69,12 @@ class ReportWriter:
         words = [sys.executable, "-m", "rl_metrics", "report", str(self._folder)]
         nothing = subprocess.DEVNULL
         self._ends_at = time.monotonic() + REPORT_S
-        self._running = subprocess.Popen(  # noqa: S603 - our own
+        self._running = subprocess.Popen(  # noqa: S603 - our own module
             words,
             stdin=nothing,
             stdout=nothing,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the run's
+            start_new_session=True,  # Ctrl-C must not reach it
         )
 
     def _is_idle(self) -> bool:

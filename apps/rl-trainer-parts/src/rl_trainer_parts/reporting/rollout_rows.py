@@ -24,7 +24,7 @@ MAX_EXTRAS = 4096
 """Maximum number of characters of a trajectory's other extras."""
 
 NUM_SAID = 9
-"""Names of positional values; a list is faster to build and send than a table."""
+"""Number of values in the list of fields; a list is faster to build and send than a dict."""
 
 COLUMNS = {"versions": "policy_versions"} | {name: name for name in FLOAT_COLUMNS}
 """Columns of a batch by their name in the file."""
@@ -110,7 +110,7 @@ class RolloutWriter:
         """Set the file, which is created with the first trajectory.
 
         Args:
-            path: Such as `run/rollouts.jsonl`.
+            path: Path of rollouts.jsonl in the run's folder.
             tokenizer: The policy's tokenizer.
         """
         self._path = path
@@ -133,7 +133,7 @@ class RolloutWriter:
             if self._log is None:
                 self._log = RolloutLog(self._path)
             self._log.write(self._rows(drafts))
-        except Exception as error:  # of the disk, or of the user's tokenizer
+        except Exception as error:  # from the disk or the user's tokenizer
             log.warning("rollout_log_failed", path=str(self._path), error=f"{type(error).__name__}: {error}")
             self.close()
 
@@ -197,7 +197,7 @@ def choose_rows(batch: Batch, *, count: int, max_tokens: int, seed: int) -> list
 
 
 def _by_pairs(batch: Batch, drawn: Sequence[int]) -> Iterator[int]:
-    """The rows in random order, each followed by another of its group, because a report shows pairs."""
+    """The rows in random order, each followed by another row of its group, because a report shows pairs."""
     prompts = batch.keys.prompts.tolist()
     waiting: dict[int, list[int]] = {}
     for row in reversed(drawn):
@@ -234,7 +234,7 @@ def bounded(extras: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def problem_id(prompt_ids: IntArray) -> str:
-    """Name a prompt by its tokens, so that it is the same in every epoch and in every run."""
+    """Return an id of a prompt that depends only on its tokens, so it is the same in every epoch and run."""
     return hashlib.blake2b(np.ascontiguousarray(prompt_ids, dtype=np.int32).tobytes(), digest_size=8).hexdigest()
 
 
@@ -244,7 +244,7 @@ def _took_s(extras: Mapping[str, Json]) -> float:
 
 
 def _said(extras: Mapping[str, Json]) -> dict[str, Any]:
-    """The fields that `rollout_extras` added; empty if the run that put the row records none."""
+    """The fields that `rollout_extras` added; empty for rows from a run that records no rollouts."""
     said = extras.get(EXTRA)
     if not _is_said(said):
         return {}

@@ -33,7 +33,7 @@ def summarize_step(settings: Settings, batch: Batch, *, version: int, step_s: fl
         step_s: Duration of the step in seconds.
     """
     num_tokens = len(batch.ragged("input_ids").values)
-    if "reward" not in batch:  # texts, which no policy of this run sampled
+    if "reward" not in batch:  # texts, which have no reward
         batch = batch.with_columns({"reward": np.full(len(batch), np.nan, dtype=np.float32)})
     sampled_by = None if settings.distillation.texts is not None else version
     values: dict[str, float] = {

@@ -62,7 +62,7 @@ class TokenProbes:
         """Set the file, which is created with the first probe.
 
         Args:
-            path: Such as `run/probes.jsonl`.
+            path: Path of probes.jsonl in the run's folder.
             tokenizer: The policy's tokenizer.
             count: Number of probed tokens; 0 probes none.
             deadline_s: Maximum time per validation.
@@ -118,7 +118,7 @@ class TokenProbes:
             likeliest = scores.logprobs[sampled, 1]
             for rank, place in enumerate(sampled[np.argsort(likeliest, kind="stable")][:2].tolist()):
                 ranked.append((rank, float(scores.logprobs[place, 1]), row, place))
-        ranked.sort(key=lambda one: one[:2])  # of each response its least sure token first
+        ranked.sort(key=lambda one: one[:2])  # the least certain token of each response first
         return [
             TokenProbe(
                 name=f"{row.prompt_uid}/{place - row.num_prompt_tokens}",
@@ -165,7 +165,7 @@ def _error_of(asking: "asyncio.Future[None]", deadline_s: float) -> str | None:
         asking.add_done_callback(lambda late: late.cancelled() or late.exception())
         return f"no answer within {deadline_s:g} s"
     if asking.cancelled():
-        return "who was asked gave up"
+        return "the call was cancelled"
     error = asking.exception()
     return None if error is None else f"{type(error).__name__}: {error}"
 

@@ -91,7 +91,7 @@ def generation_samples(answers: Sequence[Answer], tokenizer: PromptTokenizer) ->
         tokenizer: The policy's tokenizer.
     """
     rows = [answer.trajectory for answer in answers]
-    inputs = tokenizer.decode([row.input_ids[: row.num_prompt_tokens] for row in rows])  # at once: each alone is slow
+    inputs = tokenizer.decode([row.input_ids[: row.num_prompt_tokens] for row in rows])  # in one call, which is faster
     outputs = tokenizer.decode([row.input_ids[row.num_prompt_tokens :] for row in rows])
     return [_sample(*one) for one in zip(answers, inputs, outputs, strict=True)]
 

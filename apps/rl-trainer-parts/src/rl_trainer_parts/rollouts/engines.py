@@ -51,10 +51,10 @@ async def start_within(engine: RolloutEngine, settings: Settings) -> None:
             await engine.start()
     except TimeoutError as error:
         if not limit.expired():
-            raise  # its own, which says more
+            raise  # the engine's own error, which is more specific
         raise DeadlineError(
             f"waited {settings.rollout.start_deadline_s:g} s for the {settings.rollout.engine} engine to start "
-            "(rollout.start_deadline_s), and gave up."
+            "(rollout.start_deadline_s) and gave up."
         ) from error
 
 
@@ -80,7 +80,9 @@ def make_replica(
     from rl_rollout.engines import EnginePlacement, ProcessEngine
 
     if settings.rollout.placement == "inline":
-        raise SettingsError('an engine of its own process needs rollout.placement = "process" or "ray".')
+        raise SettingsError(
+            'an engine in its own process needs rollout.placement = "process" or "ray"; found "inline".'
+        )
     host = EnginePlacement(
         cluster=ClusterOptions(
             kind=settings.rollout.placement,
@@ -168,15 +170,15 @@ def routes_anew(settings: Settings) -> bool:
 def why_not_replayed(settings: Settings) -> str:
     """Why a mixture's learner does not replay the routing, by setting; "" if it does."""
     if settings.policy.learner != "megatron":
-        return f'policy.learner = "{settings.policy.learner}" cannot replay them; "megatron" can'
+        return f'policy.learner = "{settings.policy.learner}" cannot replay routing; "megatron" can'
     if settings.rollout.engine != "vllm":
-        return f'rollout.engine = "{settings.rollout.engine}" tells none; "vllm" does'
+        return f'rollout.engine = "{settings.rollout.engine}" does not report routing; "vllm" does'
     return "" if settings.engine.capture_experts else "engine.capture_experts = false"
 
 
 def _mixture_shape(settings: Settings) -> tuple[int, int] | None:
     try:
         config = parse_policy_config(read_policy_config(settings.policy.path))
-    except RLError:  # the checks say what is wrong with it
+    except RLError:  # the checks report it
         return None
     return None if config.mixture is None else (config.num_layers, config.mixture.top_k)

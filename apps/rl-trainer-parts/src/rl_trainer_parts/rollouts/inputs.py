@@ -45,20 +45,20 @@ class Inputs:
     @property
     def form(self) -> str:
         """The form of the first prompt, in words."""
-        return "messages, written by the chat template" if self.train[0].messages else "text, as it stands"
+        return "messages, formatted by the chat template" if self.train[0].messages else "plain text, unchanged"
 
 
 def what_to_look_at(settings: Settings, inputs: Inputs) -> Iterator[str]:
     """Warnings about plain text sent to a chat model, and about responses that cannot end."""
     if not inputs.train[0].messages and inputs.tokenizer.has_chat_template:
         yield (
-            "the prompts are text, and go to the model as they stand, though its tokenizer has a chat template; "
-            'prompts.plain_prompts = "chat" makes each a user\'s message'
+            "the prompts are plain text and reach the model unchanged, although its tokenizer has a chat template; "
+            'prompts.plain_prompts = "chat" turns each into a user message'
         )
     if not end_token_ids(settings.policy.path):
         yield (
-            f"{settings.policy.path} names no end token, so that every response goes on until it is cut; set "
-            "eos_token_id in its generation_config.json to what ends a turn in its chat template"
+            f"{settings.policy.path} names no end token, so every response continues until it is truncated; set "
+            "eos_token_id in its generation_config.json to the token that ends a turn in its chat template"
         )
 
 
@@ -84,8 +84,8 @@ def read_inputs(settings: Settings) -> Inputs:
     train = load_prompts([settings.prompts.train], tokenizer, options)
     if len(train) < settings.rollout.prompts_per_step:
         raise SettingsError(
-            f"{with_value(settings, 'rollout.prompts_per_step')}, but {settings.prompts.train} gives "
-            f"{len(train)} prompts, and a step takes each prompt at most once. Lower it, or give more prompts."
+            f"{with_value(settings, 'rollout.prompts_per_step')}, but {settings.prompts.train} has "
+            f"{len(train)} prompts, and a step uses each prompt at most once. Lower it, or provide more prompts."
         )
     inputs = Inputs(
         tokenizer=tokenizer,
@@ -116,9 +116,9 @@ def check_vocabulary(settings: Settings, tokenizer: PromptTokenizer) -> None:
     for setting, folder in (("policy.path", policy), ("critic.path", settings.critic.path)):
         if folder is not None and (size := vocabulary_size(folder)) < needed:
             raise SettingsError(
-                f"{setting}: {folder / 'config.json'} has vocab_size = {size}, but the tokenizer in {policy} gives "
-                f"token ids up to {needed - 1}. Give the model its own tokenizer, or embeddings for {needed} tokens "
-                f"(transformers: model.resize_token_embeddings({needed}), then save_pretrained)."
+                f"{setting}: {folder / 'config.json'} has vocab_size = {size}, but the tokenizer in {policy} has "
+                f"token ids up to {needed - 1}. Use the model's own tokenizer, or resize the embeddings to {needed} "
+                f"tokens (transformers: model.resize_token_embeddings({needed}), then save_pretrained)."
             )
 
 

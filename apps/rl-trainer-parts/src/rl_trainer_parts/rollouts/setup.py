@@ -149,7 +149,7 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
     batch = _with_experts(Batch.from_trajectories(trajectories), expert_shape(settings))
     if settings.metrics.log_rollouts:
         batch = batch.with_extras([rollout_extras(prompt, trajectory) for prompt, trajectory in pairs])
-    if settings.distillation.texts is not None:  # nobody rewards them
+    if settings.distillation.texts is not None:  # texts have no reward
         batch = batch.only(batch.names - {"reward"})
     if not names:
         queue.put_batch(batch)
@@ -158,9 +158,9 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
         lacking = sorted(set(names) - trajectory.reward_components.keys())
         if lacking:
             raise DataError(
-                f"algorithm.advantage_options.weights names the component {lacking[0]!r}, but the reward function gave "
-                f"{sorted(trajectory.reward_components) or 'none'} for prompt {trajectory.prompt_uid}. Let it return "
-                "every component for every response."
+                f"algorithm.advantage_options.weights names the component {lacking[0]!r}, but the reward function "
+                f"returned {sorted(trajectory.reward_components) or 'none'} for prompt {trajectory.prompt_uid}. It "
+                "must return every component for every response."
             )
     components = [{name: trajectory.reward_components[name] for name in names} for trajectory in trajectories]
     queue.put_batch(with_reward_components(batch, components))

@@ -56,7 +56,7 @@ class SkipCacheReplay:
         """Stored rollouts, or those of `generate`; see `SkipCache.rollouts`."""
         if self._common is None or not self._cache.serves(key):
             return StepRollouts(groups=tuple(await generate()))
-        await rollout.start()  # what tools a server has, it says when it runs
+        await rollout.start()  # a tool server lists its tools only while it runs
         circumstances = self._circumstances(self._common, rollout, sampling, num_sessions)
         found = await self._cache.rollouts(key, prompts, circumstances, generate)
         if found.is_replayed and self._settings.skip.rewards == "again":
@@ -67,7 +67,7 @@ class SkipCacheReplay:
         self, common: Circumstances, rollout: Rollout, sampling: SamplingParams, num_sessions: int
     ) -> Circumstances:
         if self._report is None:
-            raise NotReadyError("rollouts were asked for before weights were published. Publish first.")
+            raise NotReadyError("rollouts were requested before weights were published. Publish first.")
         return replace(
             common,
             policy={
@@ -85,7 +85,7 @@ class SkipCacheReplay:
 def drawn_by(sampling: SamplingParams) -> Json:
     """Sampling parameters in a fingerprint. The run's seed is elsewhere; no stop strings equal an absent list."""
     found = asdict(replace(sampling, seed=None))
-    return {name: value for name, value in found.items() if name != "stop" or value}  # older entries have no such field
+    return {name: value for name, value in found.items() if name != "stop" or value}  # older entries lack the field
 
 
 def _common_circumstances(settings: Settings, tokenizer: PromptTokenizer) -> Circumstances:

@@ -35,7 +35,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints lie."""
+        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
@@ -60,7 +60,8 @@ class RunFolder:
         except OSError as error:
             self.release()
             raise SettingsError(
-                f"run folder {self.path} cannot be made ({error}). Choose another place with --run.directory=FOLDER."
+                f"run folder {self.path} cannot be created ({error}). Choose another folder with "
+                "--run.directory=FOLDER."
             ) from None
         except SettingsError:
             self.release()
@@ -82,7 +83,7 @@ class RunFolder:
     def release(self) -> None:
         """Release the lock and restore the umask. Can be called twice."""
         if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # at once, also while a child that is starting holds a copy
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # at once, even if a starting child has a copy
             os.close(self._lock)
             self._lock = None
         if self._umask_before is not None:
@@ -90,7 +91,7 @@ class RunFolder:
             self._umask_before = None
 
     def archive(self) -> Path:
-        """Move the existing run aside, lock a new folder, and return where the old one went."""
+        """Rename the existing run's folder, lock a new one, and return the old run's path."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
         aside = self.path.with_name(f"{self.path.name}.{stamp}")
         number = 1
@@ -130,7 +131,7 @@ class RunFolder:
         if differing:
             lines = "\n".join(differing)
             raise SettingsError(
-                f"run {self.path} cannot be resumed with other settings:\n{lines}\nSet them back, or start a new run "
+                f"run {self.path} cannot be resumed with other settings:\n{lines}\nRestore them, or start a new run "
                 "with --run.name=NAME. `train --help` marks the settings that may differ on resume."
             )
 
@@ -161,7 +162,7 @@ def require_run(folder: RunFolder) -> None:
         SettingsError: There is no run.
     """
     if not folder.has_run:
-        raise SettingsError(f"--resume: {folder.path} has no run to resume; leave out --resume to start one.")
+        raise SettingsError(f"--resume: {folder.path} has no run to resume. Leave out --resume to start one.")
 
 
 def require_free(folder: RunFolder) -> None:
@@ -172,7 +173,7 @@ def require_free(folder: RunFolder) -> None:
     """
     if folder.has_run:
         raise SettingsError(
-            f"{folder.path} already holds a run. Resume it (--resume), move it aside (--run.if_exists=archive), "
+            f"{folder.path} already holds a run. Resume it (--resume), archive it (--run.if_exists=archive), "
             "or choose another name (--run.name=NAME)."
         )
 
@@ -188,7 +189,7 @@ def require_resumable(folder: RunFolder, settings: Settings) -> None:
     done = max(CheckpointStore(folder.checkpoints, keep=1).steps(), default=0)
     if done > settings.trainer.steps:
         raise SettingsError(
-            f"--resume: {folder.path} has done {done} steps, more than "
+            f"--resume: {folder.path} has finished {done} steps, more than "
             f"trainer.steps = {settings.trainer.steps}. Raise it."
         )
 
@@ -204,9 +205,9 @@ def choose_products(settings: Chosen, *, resume: bool) -> Chosen:
     products = "auto"
     file = settings.run_folder / "settings.toml"
     if (resume or settings.run.if_exists == "resume") and file.exists():
-        with suppress(DataError):  # which check_resume tells of
+        with suppress(DataError):  # check_resume reports it
             products = read_toml(file).get("learner", {}).get("products", "torch")
-    from rl_distill.learners import chosen_products  # imports torch, which other commands do without
+    from rl_distill.learners import chosen_products  # imports torch, which other commands do not need
 
     learner = replace(settings.learner, products=chosen_products(products))
     return settings.model_copy(update={"learner": learner})
@@ -241,7 +242,7 @@ def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) ->
         except (SettingsError, DataError, MissingExtraError):
             aside = folder.drop_if_nothing_was_saved()
             if aside is not None:
-                say(f"no step was saved; what the run has written was moved to {aside}")
+                say(f"no step was saved; the run's files were moved to {aside}")
             raise
     finally:
         folder.release()

@@ -24,7 +24,7 @@ def make_run_folder(path: Path, umask: int) -> None:
     if found.st_uid != os.geteuid() and os.geteuid() != 0:
         raise SettingsError(
             f"run folder {path} must belong to user {os.geteuid()}; found user {found.st_uid}, who could read and "
-            "change the run. Choose another place with --run.directory=FOLDER or another name with --run.name=NAME."
+            "change the run. Choose another folder with --run.directory=FOLDER or another name with --run.name=NAME."
         )
     mode = stat.S_IMODE(found.st_mode)
     wanted = (mode & ~0o777) | (0o777 & ~umask)
@@ -34,6 +34,6 @@ def make_run_folder(path: Path, umask: int) -> None:
     left = stat.S_IMODE(path.stat().st_mode) & umask
     if left:
         raise SettingsError(
-            f"run folder {path} must withhold {umask:03o} from others; its file system gives {left:03o} all the same. "
-            "Choose another place with --run.directory=FOLDER, or accept it with --run.readable_by=everyone."
+            f"run folder {path} must not have the mode bits {umask:03o}; its file system keeps {left:03o}. "
+            "Choose another folder with --run.directory=FOLDER, or accept it with --run.readable_by=everyone."
         )

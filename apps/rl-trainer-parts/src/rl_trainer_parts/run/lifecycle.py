@@ -1,4 +1,4 @@
-"""What every launch does in both trainers: find where to resume, and report how the run ended."""
+"""Steps of every launch in both trainers: find the checkpoint to resume from, and report how the run ended."""
 
 import _thread
 import time
@@ -57,7 +57,7 @@ class RunLifecycle:
         self.console = console
         self._started = time.perf_counter()
         self._earlier_wall_s = 0.0
-        self.ending: Ending = "failed"  # what ends otherwise says so
+        self.ending: Ending = "failed"  # until the run ends otherwise
         self.is_ending = False
         self._has_begun = False
         self.events = EventLog(folder.path / "events.jsonl")
@@ -93,7 +93,7 @@ class RunLifecycle:
             except StopRequestedError:
                 status = self._stopped(state(), stop)
             except BaseException as error:
-                with suppress(Exception):  # what it says of the disk or a rank is not why the run failed
+                with suppress(Exception):  # its error is not why the run failed
                     self.store.close()
                 self.events.write("run_failed", error=f"{type(error).__name__}: {error}", step=state().step)
                 raise
@@ -145,8 +145,8 @@ class RunLifecycle:
         """Report at once, whatever the main thread is doing, what the stop waits for and what happens next."""
         saved = ("saving a checkpoint of the last finished step",) if self._has_begun else ()
         parts = "; ".join((*self.console.running(), *saved, "stopping engines, learner and roles"))
-        said = f"stopping: {parts}. Ctrl-C again exits at once, without saving."
-        # threading.Thread takes a lock that the main thread may hold, and so does the console
+        said = f"stopping: {parts}. Ctrl-C again exits at once without saving."
+        # A new thread, because the console and threading.Thread need locks that the interrupted main thread may hold.
         _thread.start_new_thread(self.console.say, (said,), {"style": "bold yellow"})
 
     def _stopped(self, state: RunState, stop: StopSignal) -> int:
@@ -178,7 +178,7 @@ class RunLifecycle:
         self.console.summary(
             "run finished",
             {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file, **self._report()},
-            notes={"steps_wall_s": "(in steps; samples_per_s is num_samples over these)"},
+            notes={"steps_wall_s": "(time in steps; samples_per_s is num_samples divided by it)"},
         )
         return 0
 

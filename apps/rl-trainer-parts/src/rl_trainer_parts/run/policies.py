@@ -131,13 +131,13 @@ def _merge(source: Path, target: Path, *, base: Path | None) -> None:
 
 def _require_adapter(source: Path, option: str) -> None:
     if not is_adapter(source):
-        raise SettingsError(f"{source} has no adapter: all of its weights were trained. Leave out {option}.")
+        raise SettingsError(f"{source} has no adapter, because all weights were trained. Leave out {option}.")
 
 
 def _write_new(target: Path, write: Callable[[Path], object]) -> None:
     """Write a folder under a temporary name, and rename it when it is complete."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(f"{target} exists and is not empty; name a new folder.")
+        raise SettingsError(f"{target} exists and is not empty. Choose a new folder.")
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:

@@ -56,10 +56,10 @@ class StopSignal:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             before = signal.getsignal(number)
             if number == signal.SIGHUP and before == signal.SIG_IGN:
-                continue  # nohup: it outlives the terminal
+                continue  # nohup: the run outlives the terminal
             self._before[number] = before
-            loop.add_signal_handler(number, self._wake)  # wakes the loop also where it is about to fall asleep
-            signal.signal(number, self._receive)  # hears also while the loop is busy
+            loop.add_signal_handler(number, self._wake)  # wakes the loop even if it is about to wait
+            signal.signal(number, self._receive)  # runs even while the loop is busy
         return self
 
     def __exit__(
@@ -75,11 +75,11 @@ class StopSignal:
         if self.number is None:
             self.number = number
             self._on_signal()
-        elif number != signal.SIGHUP:  # a terminal that closes may send it twice
+        elif number != signal.SIGHUP:  # a closing terminal may send it twice
             os._exit(128 + number)
 
     def _wake(self) -> None:
-        if self.number is not None:  # else it was sent to a fork of this process, which has the same wakeup descriptor
+        if self.number is not None:  # otherwise a fork of this process received it, which shares the wakeup descriptor
             self._event.set()
 
     def pause(self, reason: str) -> None:
@@ -123,7 +123,7 @@ class StopSignal:
             await asyncio.gather(task, return_exceptions=True)
             if stop.done():
                 raise StopRequestedError
-            raise DeadlineError(f"waited {deadline_s:g} s for the {what}, and gave up.")
+            raise DeadlineError(f"waited {deadline_s:g} s for the {what} and gave up.")
         finally:
             stop.cancel()
             if not task.done():

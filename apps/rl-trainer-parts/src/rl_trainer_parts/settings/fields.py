@@ -21,9 +21,9 @@ ENTRY = "NAME"
 """Placeholder for the name of a table entry, such as a teacher's."""
 
 ORIGINS = """Settings come from the command line, then environment variables (RL__TRAINER__STEPS=20), then the file.
-Relative paths start at the current folder. Exit status: 0 finished, 1 failed, 2 a mistake in settings or files,
-3 paused by health.pause_on after a checkpoint, 130 or 143 stopped by Ctrl-C or SIGTERM after one; a second signal ends
-at once."""
+Relative paths start at the current folder. Exit status: 0 finished; 1 failed; 2 a mistake in settings or files;
+3 paused by health.pause_on; 130 or 143 stopped by Ctrl-C or SIGTERM. Pausing and stopping save a checkpoint; a second
+signal ends the run at once."""
 
 INDENT = " " * 8
 
@@ -185,9 +185,7 @@ def help_text(usage: str, kind: type[Settings] = Settings, *, topic: str = "") -
                 f"{topic!r} is neither a section nor a setting.{hint} Sections: {', '.join(kind.model_fields)}."
             )
         return "\n".join(line for one in endings for line in _entry_lines(one, kind))
-    sections = textwrap.fill(
-        f"Sections, each explained alone by `train --help SECTION`: {', '.join(kind.model_fields)}."
-    )
+    sections = textwrap.fill(f"Sections, each explained by `train --help SECTION`: {', '.join(kind.model_fields)}.")
     lines = [usage, "", ORIGINS, "", sections]
     for section in kind.model_fields:
         lines.extend(("", *_section_lines(section, kind)))

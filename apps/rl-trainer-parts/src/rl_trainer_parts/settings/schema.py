@@ -376,7 +376,7 @@ class Settings(BaseSettings):
     @property
     def file(self) -> Path | None:
         """The settings file, if there is one."""
-        return self.__dict__.get("_file")  # no field, so that equal settings of two files are equal
+        return self.__dict__.get("_file")  # not a field, so that equal settings from two files compare equal
 
     def remember_file(self, file: Path | None) -> None:
         """Keep the path of the settings file, for error messages."""

@@ -58,7 +58,7 @@ def load_settings(
 
 
 def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set a value in nested tables, which are copied: a file's table keeps what another source does not set."""
+    """Set a value in nested tables, which are copied, so that tables of other sources do not change."""
     for key in path[:-1]:
         below = values.get(key)
         values[key] = dict(below) if isinstance(below, Mapping) else {}
@@ -96,16 +96,16 @@ def build_settings(
 
 
 def _redacted(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """Refuse redacted secrets: a run's own settings.toml has none, so the user must give them again."""
+    """Problems of redacted secrets: a run's own settings.toml has none, so the user must provide them again."""
     for name in redacted_names(values):
         yield (
-            f"{name}: the secret is redacted in this file{_origin(name.partition('[')[0], origins)}. Take the settings "
-            'that the run was started with, or put a reference to an environment variable there, such as "$NAME".'
+            f"{name}: the secret is redacted in this file{_origin(name.partition('[')[0], origins)}. Use the settings "
+            'that the run was started with, or refer to an environment variable, such as "$NAME".'
         )
 
 
 def _booleans_for_numbers(values: Mapping[str, Any], origins: Mapping[str, str], kind: type[Settings]) -> Iterator[str]:
-    """Refuse true and false as numbers, which Python and pydantic accept as 1 and 0."""
+    """Problems of true and false as numbers, which Python and pydantic accept as 1 and 0."""
     for name, found in leaves(values):
         setting = find_setting(name, kind)
         kinds = {setting.annotation, *typing.get_args(setting.annotation)} if setting is not None else set()
@@ -137,23 +137,26 @@ def _explain(problem: Mapping[str, Any], origins: Mapping[str, str], kind: type[
             f"{' and '.join(required) or name}: required, and not set. {missing[0].meaning if missing else ''}".rstrip()
         )
     where = _origin(name, origins)
+    expected, found = describe_type(known[name].annotation), _shown(problem["input"], known[name])
     if not is_whole:
-        expected, item = describe_type(known[name].annotation), ", ".join(place[2:])
+        item, naming = ", ".join(place[2:]), {"missing": "required", "unexpected_keyword_argument": "unknown name"}
+        if problem["type"] in naming:
+            return f"{name}: must be {expected}; item {item}: {naming[problem['type']]}{where}."
         if problem["type"].startswith("dataclass_"):
-            found = _shown(problem["input"], known[name])
-            return f"{name}: must be {expected}; item {item}: must be {{name = value}}, found {found}{where}."
-        return f"{name}: must be {expected}; item {item}: {problem['msg'].lower()}{where}."
-    found = _shown(problem["input"], known[name])
-    wrong = problem["msg"].lower()
-    if problem["type"] in ("tuple_type", "dict_type"):  # pydantic speaks of Python's types
-        wrong = f"must be {describe_type(known[name].annotation)}"
-    return f"{name}: {wrong}; found {found}{where}. {known[name].meaning}"
+            return f"{name}: must be {expected}; item {item} must be {{name = value}}; found {found}{where}."
+        return f"{name}: must be {expected}; found {_kind(problem)} in item {item}{where}."
+    return f"{name}: must be {expected}; found {found}{where}. {known[name].meaning}"
+
+
+def _kind(problem: Mapping[str, Any]) -> str:
+    """The type of a part of a value, which is not shown because it may be secret."""
+    return describe_type(type(problem["input"]))
 
 
 def _shown(value: Any, setting: SettingField) -> str:
-    """A value for an error message; text in place of a table is not shown, as any part may be secret."""
+    """A value for an error message; text in place of a table is not shown, because any part may be secret."""
     if isinstance(value, str) and not setting.is_text and any(mark in value for mark in "{=["):
-        return f"text of {len(value)} characters that is no TOML, which has = where JSON has a colon"
+        return f"text of {len(value)} characters that is not TOML (TOML uses = where JSON uses a colon)"
     return repr(redact_option(setting.name.rpartition(".")[2], value))
 
 
@@ -169,11 +172,9 @@ def _explain_entry(
     if problem["type"] == "missing":
         return f"{name}: required, and not set. {setting.meaning}"
     expected = describe_type(setting.annotation)
-    if setting.name == name and problem["type"].endswith("_type"):
-        return f"{name}: must be {expected}; found {problem['input']!r}{where}. {setting.meaning}"
     if setting.name != name:
-        return f"{setting.name}: must be {expected}; item {place[-1]}: {problem['msg'].lower()}{where}."
-    return f"{name}: {problem['msg'].lower()}; found {problem['input']!r}{where}. {setting.meaning}"
+        return f"{setting.name}: must be {expected}; found {_kind(problem)} in item {place[-1]}{where}."
+    return f"{name}: must be {expected}; found {problem['input']!r}{where}. {setting.meaning}"
 
 
 def _from_file(file: Path | None, kind: type[Settings], wrong: list[str]) -> dict[str, Any]:
@@ -214,7 +215,7 @@ def _from_arguments(arguments: Sequence[str], kind: type[Settings], wrong: list[
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
-            hint = f"write --{argument}" if "=" in argument else "settings are written --section.name=value"
+            hint = f"write --{argument}" if "=" in argument else "the form of a setting is --section.name=value"
             wrong.append(f"unexpected argument {argument!r}; {hint}.")
             continue
         name, equals, text = argument[2:].partition("=")
@@ -245,7 +246,7 @@ def parse_text(name: str, text: str, kind: type[Settings] = Settings) -> Any:
 
 
 def _entry_of(name: str, kind: type[Settings]) -> dict[str, SettingField]:
-    """Settings of the entry in a name: of `distillation.teachers.large.modle` those of teacher large."""
+    """Settings of the entry in a name: for `distillation.teachers.large.modle`, those of teacher large."""
     section, key, entry, *_ = [*name.split(".", 3), "", "", ""]
     table = setting_fields(kind).get(f"{section}.{key}")
     return {} if table is None else table.entry_fields(entry)

@@ -125,7 +125,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     if section in OF_ASYNC and not any(one.startswith(f"{section}.") for one in names):
         return f" [{section}] is a section of rl-async-trainer."
     if any(part in ending for part in OF_ROUTERS):
-        return " The learners add no router loss and keep the router's bias as loaded: leave it out."
+        return " The learners add no router loss and do not change the router's bias. Leave it out."
     if ending.startswith("resume_"):
         return " Did you mean --resume?"
     if found_elsewhere := _of_other_libraries(name, names):
@@ -133,7 +133,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     likeness = {one: _likeness(ending, one.rpartition(".")[2]) for one in names}
     best = max(likeness.values(), default=0.0)
     found = [one for one in names if likeness[one] == best] if best >= MIN_LIKENESS else []
-    if best < 1:  # a section in place of one of its settings
+    if best < 1:  # the name may be a section
         found = [one for one in names if one.startswith(f"{name}.")] or found
     if section:
         near = [one for one in found if _likeness(section, one.rpartition(".")[0]) >= MIN_LIKENESS]
@@ -150,10 +150,10 @@ def _of_other_libraries(name: str, names: list[str]) -> str | None:
     """The setting for a name of verl or TRL, whatever its section; a critic's name leads to the critic's setting."""
     section, _, ending = name.rpartition(".")
     tail = ".".join(name.split(".")[-2:])
-    if tail in names:  # a longer name, such as actor_rollout_ref.rollout.temperature
+    if tail in names:  # the end of a longer name, such as actor_rollout_ref.rollout.temperature
         return tail
     if any(_likeness(section, one.rpartition(".")[0]) >= MIN_LIKENESS for one in names if one.endswith(f".{ending}")):
-        return None  # a misspelled section of our own
+        return None  # one of our own sections, misspelled
     meant = OTHER_NAMES.get(tail) or OTHER_NAMES.get(ending)
     own = f"critic.{meant.rpartition('.')[2]}" if meant and section.split(".")[0] == "critic" else ""
     return own if own in names else meant
