@@ -193,7 +193,7 @@ def test_the_command_finds_nothing_in_a_healthy_run(tmp_path, capsys):
     started(tmp_path, {"time": 99.0, "event": "run_finished"})
     write_rollouts(tmp_path, steps=12, tokens=6)
     assert main(["doctor", str(tmp_path)]) == 0
-    assert "nothing found" in capsys.readouterr().out
+    assert "no problem found" in capsys.readouterr().out
 
 
 def test_the_command_refuses_what_is_no_run(tmp_path, capsys):
@@ -327,4 +327,4 @@ def shown(folder):
 def test_a_run_that_says_nothing_is_not_called_well(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").touch()
     assert main(["doctor", str(tmp_path)]) == 2
-    assert "nothing could be looked at" in capsys.readouterr().out
+    assert "nothing could be checked" in capsys.readouterr().out
