@@ -57,7 +57,7 @@ def write_rollouts(folder, **options):
 
 def test_a_hang_is_told_as_its_report_has_it():
     found = hang_ailment(msgspec.convert(HANG, HangReport))
-    assert (found.kind, found.what) == ("hang", "The run hangs: nothing happened for 700 s.")
+    assert (found.kind, found.what) == ("hang", "The run hangs: no progress for 700 s.")
     assert found.evidence[0].text == HANG["verdict"]
     (cause,) = found.causes
     assert (cause.name, cause.title) == ("silent_role", HANG["causes"][0])
@@ -101,7 +101,7 @@ def test_a_report_from_before_the_run_went_on_is_old(tmp_path):
     failed = {"time": 310.0, "event": "run_failed", "error": "HangError: nothing happened"}
     for events in ((), (failed,)):
         found = judge_hang(started(tmp_path, *events), now=400.0)
-        assert found.what == "The run hangs: nothing happened for 700 s."
+        assert found.what == "The run hangs: no progress for 700 s."
     resumed = started(tmp_path, failed, {"time": 320.0, "event": "run_resumed"})
     assert judge_hang(resumed, now=400.0).causes[0].name == "killed"
 
