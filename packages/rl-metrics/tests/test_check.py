@@ -38,7 +38,7 @@ def test_a_finding_is_told_with_evidence_causes_and_advice(run, capsys):
     assert main(["check", str(run(**{"actor/ppo_kl": 0.08}))]) == 1
     out = capsys.readouterr().out
     assert "CRITICAL kl_high, since step 1: The policy moves too far within a step." in out
-    assert "  evidence: actor/ppo_kl is at 0.08 nats (0.005 to 0.02 is usual, over 0.03 is bad)" in out
+    assert "  evidence: actor/ppo_kl is at 0.08 nats (0.005 to 0.02 is usual, above 0.03 is too high)" in out
     assert "  cause 1:  learning rate too high" in out
     assert "  cause 1:  learning rate too high\n     try:    divide the learning rate by three\n" in out
 
@@ -118,4 +118,4 @@ def test_what_cannot_be_judged_is_no_success(run, capsys):
 
 def test_tokens_that_train_on_other_experts_than_were_sampled_are_found(run, capsys):
     assert main(["check", str(run(**{"router/unknown_share": 0.25}))]) == 1
-    assert "the engine's experts of 25 % of the tokens are not known" in capsys.readouterr().out
+    assert "the engine's experts are unknown for 25 % of the tokens" in capsys.readouterr().out

@@ -236,7 +236,7 @@ def test_what_health_finds_is_an_ailment_with_its_causes_and_their_advice(tmp_pa
     assert first.name == "the_reward_function_does_not_find_answers_or_compares_them_with_the_wrong_field"
     assert [advice.partition(" ")[0] for advice in first.advice] == ["call"]
     assert second.name == "the_prompts_are_too_hard_for_this_policy"
-    assert [advice.partition(" ")[0] for advice in second.advice] == ["begin"]
+    assert [advice.partition(" ")[0] for advice in second.advice] == ["start"]
     flat = "follows from it: The reward has not risen since the start. (since step 1, rule reward_flat)"
     assert flat in ailment.details
 
