@@ -25,7 +25,7 @@ Method = Literal["same steps", "own steps", "validation", "runs", "none"]
 """Basis of an interval.
 
 In order: differences at the same steps; each run's own steps, if few are shared; the validations' own intervals; the
-means of several runs.
+means of several runs; no interval.
 """
 
 ENDS = ("/ci_low", "/ci_high")
