@@ -253,7 +253,7 @@ def test_an_import_replaces_an_earlier_one_and_nothing_else(tmp_path):
 
 def test_files_without_anything_leave_no_trace(tmp_path):
     (tmp_path / "log.txt").write_text("nothing of it\n" * 3 + "step:1 - a:1\n")
-    with pytest.raises(DataError, match="no metrics and no responses of verl are in"):
+    with pytest.raises(DataError, match="no metrics or responses of verl found in"):
         import_verl([tmp_path / "log.txt"], tmp_path / "run")
     with pytest.raises(DataError, match="there is no such file or folder"):
         import_verl([tmp_path / "missing.jsonl"], tmp_path / "run")
@@ -526,4 +526,4 @@ def test_what_nobody_wrote_gets_no_advice(tmp_path, capsys):
     (tmp_path / "log.txt").write_text("epoch 1, loss 0.5\n")
     assert main(["import", "trl", str(tmp_path / "log.txt"), "--into", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
-    assert "log.txt must be a trainer_state.json of TRL's trainers; it has no log_history, or is torn. Lines" in said
+    assert "log.txt must be a trainer_state.json of TRL's trainers; found no log_history, or a truncated file. Printed" in said

@@ -37,8 +37,8 @@ NOT_METRICS = frozenset({"step", "epoch"})
 NOT_REWARDS = frozenset({"step", "mode", "prompt", "completion", "advantage", "entropy"})
 
 PARQUET = (
-    "{path} is a Parquet file, and pyarrow is not installed. Install rl-metrics[parquet] as described in the "
-    "README, or use completions in JSON lines."
+    "{path} is a Parquet file, and pyarrow is not installed. Install rl-metrics[parquet] as the README says, "
+    "or use completions in JSON lines."
 )
 
 

@@ -257,7 +257,7 @@ class Recorder:
             is_defined = name in self._definitions or name in self._sums  # an undefined metric may be either
             if reduction != "histogram" and is_defined:
                 raise DataError(
-                    f"{name} is reduced by {reduction!r}, not a histogram. Use Recorder.record, or define it with "
+                    f"{name} is reduced by {reduction!r}, not as a histogram. Use Recorder.record, or define it with "
                     "reduction 'histogram'."
                 )
             histogram = self._histograms[name] = Histogram()
