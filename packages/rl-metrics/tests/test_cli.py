@@ -9,7 +9,7 @@ from rl_metrics.cli import main
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["doctor"], "diagnose hangs"), (["compare"], "compare two runs"), (["import", "trl"], "TRL: trainer_state.json")],
+    [(["doctor"], "diagnose hangs"), (["compare"], "compare two runs"), (["import", "trl"], "import a TRL run")],
 )
 def test_the_help_of_a_verb_says_what_it_is_for(words, said, capsys):
     with pytest.raises(SystemExit) as ended:

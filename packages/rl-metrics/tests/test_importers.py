@@ -526,4 +526,7 @@ def test_what_nobody_wrote_gets_no_advice(tmp_path, capsys):
     (tmp_path / "log.txt").write_text("epoch 1, loss 0.5\n")
     assert main(["import", "trl", str(tmp_path / "log.txt"), "--into", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
-    assert "log.txt must be a trainer_state.json of TRL's trainers; found no log_history, or a truncated file. Printed" in said
+    assert (
+        "log.txt must be a trainer_state.json of TRL's trainers; found no log_history, or a truncated file. Printed"
+        in said
+    )

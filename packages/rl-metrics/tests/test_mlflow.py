@@ -208,7 +208,9 @@ def test_what_mlflow_refuses_is_said_with_a_way_out(tmp_path, uri, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # takes calls, and never answers
         address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        with pytest.raises(SettingsError, match=r"Set metrics\.mlflow_uri or MLFLOW_TRACKING_URI to an existing server"):
+        with pytest.raises(
+            SettingsError, match=r"Set metrics\.mlflow_uri or MLFLOW_TRACKING_URI to an existing server"
+        ):
             MlflowTracker(tmp_path, experiment="unknown", uri=address)
     experiment = client(uri).create_experiment("gone")
     client(uri).delete_experiment(experiment)

@@ -30,7 +30,11 @@ def add_to(verbs: Verbs) -> None:
             side.lower(), metavar=f"{side}[,{side}2,...]", help="folder of a run, or folders of several seeds"
         )
     parser.add_argument(
-        "--metric", action="append", default=[], metavar="GLOB", help='only metrics like "actor/*"; repeatable'
+        "--metric",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help='only matching metrics, such as "actor/*"; repeatable',
     )
     parser.add_argument("--last", type=int, metavar="N", help="use only the last N steps of each run")
     parser.add_argument("--json", action="store_true", help="print as JSON")

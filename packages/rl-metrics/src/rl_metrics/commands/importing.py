@@ -15,12 +15,14 @@ def add_to(verbs: Verbs) -> None:
     """Add the verb."""
     parser = verbs.add_parser("import", help="convert another trainer's files to a run's folder")
     trainers = Verbs(parser, called="TRAINER")
-    verl = trainers.add_parser("verl", help="verl: JSON lines of its file logger, console output, generations")
+    verl = trainers.add_parser(
+        "verl", help="import a verl run from its file logger's JSON lines or console output, and generations"
+    )
     verl.add_argument("file", nargs="*", type=Path, metavar="FILE", help="one file per launch of the run, in order")
     verl.add_argument("--rollouts", type=Path, metavar="FOLDER", help="the folder trainer.rollout_data_dir")
     verl.add_argument("--validation", type=Path, metavar="FOLDER", help="the folder trainer.validation_data_dir")
     verl.set_defaults(run=_verl)
-    trl = trainers.add_parser("trl", help="TRL: trainer_state.json and logged completions")
+    trl = trainers.add_parser("trl", help="import a TRL run from trainer_state.json and logged completions")
     trl.add_argument("file", nargs="*", type=Path, metavar="FILE", help="trainer_state.json, or a folder with one")
     trl.add_argument(
         "--completions", type=Path, metavar="FOLDER", help="folder with files like completions_00010.parquet"

@@ -90,7 +90,7 @@ def say_json(document: Json) -> None:
 
 
 def refuse(reason: str) -> int:
-    """Print an error to stderr, in argparse's form, and return the exit status."""
+    """Print an error to stderr, with the prefix of argparse's errors, and return the exit status."""
     Console(stderr=True, soft_wrap=True).print(
         f"rl-metrics: error: {escaped_lines(reason)}", markup=False, highlight=False
     )

@@ -246,7 +246,7 @@ def truncation(scene: Scene) -> Sign:
     least_lost = LOST_MASS / 4.0 if scene.has_line else LOST_MASS
     is_one_sided = max(up, num_up) <= most_up and len(seen) >= MIN_TOKENS
     if size <= EXACT or not is_one_sided or lost < least_lost:
-        text = f"{_share(num_up)} of the tokens differ upwards, and the mean ratio is {kept:.4f}"
+        text = f"the learner's logprobs are higher for {_share(num_up)} of the tokens, and the mean ratio is {kept:.4f}"
         return Sign(name="truncation", texts=(text,))
     texts = [
         f"the engine's logprobs are higher for {_share(1.0 - num_up)} of the tokens, which have "
@@ -309,7 +309,7 @@ def remainder(scene: Scene, nats: float, *, is_proven: bool = False) -> Sign:
         return Sign(name="stale_rollouts", nats=nats, texts=(text,))
     up = upward_share(scene.rest[pure])
     doubtful = correlation(np.abs(scene.rest[pure]), scene.doubt[pure])
-    shape = f"{_share(up)} of the difference is upwards; its correlation with doubt (1 - p) is {doubtful:.2f}"
+    shape = f"{_share(up)} of the difference is upward; its correlation with doubt (1 - p) is {doubtful:.2f}"
     if is_large:
         text = f"{size:.2g} nats are more than rounding explains ({scene.facts.dtypes}), and no other cause shows"
         text += f"; present {_since(scene.pairs)}"

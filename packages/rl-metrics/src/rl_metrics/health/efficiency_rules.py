@@ -65,7 +65,7 @@ EFFICIENCY = (
         min_steps=5,
         causes=(
             Cause(
-                "slow reward: sessions wait until it is free",
+                "slow reward: sessions wait for a free slot",
                 "profile the reward function; run more calls at once (reward.max_concurrency), or cache its answers",
                 sign=REWARD_QUEUE,
             ),
