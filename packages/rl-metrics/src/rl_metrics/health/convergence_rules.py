@@ -45,7 +45,7 @@ CONVERGENCE = (
         causes=(
             MISMATCH,
             TOO_OLD,
-            Cause("advantages are not centered", "look at critic/advantages/mean, and normalize advantages"),
+            Cause("advantages are not centred", "look at critic/advantages/mean, and normalize advantages"),
             TOO_FAST,
         ),
     ),
@@ -162,11 +162,11 @@ CONVERGENCE = (
                 rule="reward_zero",
             ),
             Cause(
-                "an entropy bonus that is negative, or missing at a high learning rate",
+                "an entropy bonus that is negative, or missing with a high learning rate",
                 "set algorithm.entropy_coefficient at or above 0",
             ),
             TOO_FAST,
-            Cause("clipping benefits likely tokens", "raise the upper clip (clip-higher), or use Clip-Cov"),
+            Cause("clipping favours likely tokens", "raise the upper clip (clip-higher), or use Clip-Cov"),
             Cause("sampling too cold", "raise rollout.temperature"),
         ),
     ),

@@ -7,7 +7,7 @@ OF_STEP = "{metric} is {value:share} of the step's time (at most {max:share} is 
 OF_TIME = "{metric}: {value:share} of the time (at most {max:share} is healthy)"
 
 SLOW_REWARD = Cause("the reward takes most of the time", "see the finding reward_slow", rule="reward_slow")
-LEAK = Cause("memory runs short, so the machine swaps or collects garbage", "see the finding memory", rule="memory")
+LEAK = Cause("memory runs short, and the machine swaps or collects", "see the finding memory", rule="memory")
 STEP = ("timing_s/step", "perf/time_per_step")
 REWARD_QUEUE = condition(
     "level",
@@ -47,7 +47,7 @@ EFFICIENCY = (
                 "a leak in the owner that grows: objects of every step are kept",
                 "run rl-metrics doctor, and set metrics.trace_memory: memory_lines events name lines of code",
             ),
-            Cause("an unbounded queue or cache", "look at queue/* and at the caches' limits"),
+            Cause("a queue or cache without a bound", "look at queue/* and at the caches' limits"),
             Cause("responses become longer", "look at response_length/mean"),
         ),
     ),

@@ -41,7 +41,7 @@ AGREEMENT = (
                 "restart the engines; look at weights.transport and the engines' logs",
             ),
             Cause(
-                "the engine changes weights while loading: quantization, tied or renamed tensors",
+                "the engine changes weights as it loads them: quantization, tied or renamed tensors",
                 "compare the tensors' names and the engine's dtype",
             ),
         ),
@@ -96,11 +96,11 @@ AGREEMENT = (
             ),
             STUCK,
             Cause(
-                "another template or tokenizer in the learner than in the engine",
+                "another template or tokenizer at the learner than at the engine",
                 "run rl-metrics doctor on the run; compare the token ids of one prompt",
             ),
             Cause(
-                "sampling that truncates the distribution (top-p, top-k, penalties), or another temperature",
+                "sampling that cuts the distribution (top-p, top-k, penalties), or another temperature",
                 "leave rollout.top_p at 1, and use the same temperature for both",
             ),
             Cause(
@@ -132,7 +132,7 @@ AGREEMENT = (
         min_steps=1,
         causes=(
             Cause(
-                "rollouts from a skip cache without experts",
+                "rollouts from a skip cache that was written without experts",
                 "rewrite the cache: skip.action",
             ),
             Cause(

@@ -305,7 +305,7 @@ STABILITY = (
                 "an environment or a tool fails",
                 "fix the cause in the reason; rollouts.jsonl has some of the failed sessions",
             ),
-            Cause("requests time out", "look at agent_loop/slowest/*, and raise the deadlines"),
+            Cause("requests run out of time", "look at agent_loop/slowest/*, and raise the deadlines"),
         ),
     ),
     Rule(
