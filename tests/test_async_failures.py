@@ -1,4 +1,4 @@
-"""How an asynchronous run ends that cannot go on: as failed, with the trace of the role that failed, and alone."""
+"""An asynchronous run that cannot continue ends as failed, with the trace of the failed role only."""
 
 import json
 import os
