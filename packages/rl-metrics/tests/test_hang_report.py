@@ -1,4 +1,4 @@
-"""hang.json: written and read within bounds; and verdicts, for every way in which a run is known to hang."""
+"""hang.json: written and read within bounds; and verdicts for every known way to hang."""
 
 import json
 import math
