@@ -1,4 +1,4 @@
-"""What the tests of reports in a browser share."""
+"""Shared fixtures of tests of reports in a browser."""
 
 from collections.abc import Iterator
 

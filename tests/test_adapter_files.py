@@ -1,4 +1,4 @@
-"""Adapters as files: peft and transformers load what we write, we read what they write, and merges agree."""
+"""Adapters as files: peft and transformers load ours, we read theirs, and merges agree."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Both trainers with agents: sessions of several trajectories, policy versions within a session, replay, kills."""
+"""Both trainers with agents: sessions with several trajectories, policy versions in a session, replay, kills."""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""Every way to compute the objective, through the loop: finite and defined metrics, and a policy that moves."""
+"""Every way to compute the objective, through the loop: finite and defined metrics, and a changing policy."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The main job's preparation, with few steps of warm-up, makes what its settings need."""
+"""The arithmetic example's preparation, with few warm-up steps, creates what its settings need."""
 
 import os
 import subprocess

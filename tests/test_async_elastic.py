@@ -1,4 +1,4 @@
-"""Engines that are added to a live run and taken away from it, and `status`, which says what it does."""
+"""Engines added to and removed from a live run, and `status`."""
 
 import re
 from pathlib import Path

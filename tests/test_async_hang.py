@@ -1,4 +1,4 @@
-"""Runs that hang: hang.json says who waits for whom and why, and the run ends as failed, or goes on."""
+"""Runs that hang: hang.json shows which role waits for which and why, and the run fails or continues."""
 
 import os
 import re

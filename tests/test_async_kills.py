@@ -1,4 +1,4 @@
-"""`kill -9` of single roles and of everything at random points of an asynchronous run: each prompt is trained once."""
+"""`kill -9` of roles at random points of an asynchronous run: each prompt is trained once."""
 
 import random
 from time import monotonic

@@ -1,4 +1,4 @@
-"""The modes that fall out of the asynchronous trainer's settings, on real engines and the Megatron learner."""
+"""The modes of the asynchronous trainer, on real engines and the Megatron learner."""
 
 import json
 from pathlib import Path

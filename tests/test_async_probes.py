@@ -1,4 +1,4 @@
-"""What the policy thinks at chosen tokens, asked at each validation of an asynchronous run, which it never stops."""
+"""Token probes at each validation of an asynchronous run; they never stop it."""
 
 from functools import partial
 from pathlib import Path

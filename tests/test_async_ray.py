@@ -1,4 +1,4 @@
-"""The asynchronous trainer over real Ray: with vLLM and Megatron, with everything in actors, and in a cluster."""
+"""The asynchronous trainer over real Ray: with vLLM and Megatron, with all parts in actors, and in a cluster."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`kill -9` in asynchronous runs with real engines and the Megatron learner: the outcome is the undisturbed one's."""
+"""`kill -9` in asynchronous runs with real engines and the Megatron learner: the result is unchanged."""
 
 import json
 import os

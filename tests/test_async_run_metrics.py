@@ -1,4 +1,4 @@
-"""An asynchronous run emits what the table of metrics says of it."""
+"""An asynchronous run emits its metrics as defined in the table."""
 
 from collections.abc import Collection
 from pathlib import Path

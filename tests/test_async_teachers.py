@@ -1,4 +1,4 @@
-"""Teachers of an asynchronous run: every trajectory is scored, also when their host dies while it scores."""
+"""Teachers of an asynchronous run: every trajectory is scored, even if their host dies."""
 
 import os
 import signal

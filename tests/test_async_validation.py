@@ -1,4 +1,4 @@
-"""Validation of the asynchronous trainer: samples of every batch, at their step, in every tracker, whoever answers."""
+"""Validation in the asynchronous trainer: samples of every batch, at their step, in every tracker."""
 
 import asyncio
 import json

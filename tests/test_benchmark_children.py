@@ -1,4 +1,4 @@
-"""What a benchmark's child is given, and what is told when it fails."""
+"""The environment of a benchmark's child, and the error if it fails."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmarks, their long-tailed prompts, and that both sides reward alike."""
+"""The arithmetic of the benchmarks, their long-tailed prompts, and equal rewards on both sides."""
 
 from pathlib import Path
 

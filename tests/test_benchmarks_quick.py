@@ -1,4 +1,4 @@
-"""Every benchmark for real: a quick run in an environment without accounts or variables, and what its report has."""
+"""A quick run of every benchmark, without accounts or variables, and the content of its report."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Both trainers under kills, stops, clock jumps and full disks: what comes out is as if nothing had happened."""
+"""Both trainers under kills, stops, clock jumps and full disks: the results are unchanged."""
 
 import shutil
 import signal

@@ -1,4 +1,4 @@
-"""The distillation example: its settings pass the checks, and its preparation makes what a run needs."""
+"""The distillation example: its settings pass the checks, and its preparation creates what a run needs."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Distillation from stored texts, from stored scores, and by a teacher with another tokenizer, each a whole run."""
+"""Distillation from stored texts, from stored scores, and by a teacher with another tokenizer."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Distillation end to end: two teachers over the queue, sessions of two trajectories, and teachers that are killed."""
+"""Distillation end to end: two teachers over the queue, sessions with two trajectories, and killed teachers."""
 
 import os
 import re

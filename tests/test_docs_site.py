@@ -1,4 +1,4 @@
-"""The documentation site, built once and opened from disk in a browser, as a desktop and as a phone see it."""
+"""The documentation site, built once and opened from disk in a desktop and a phone browser."""
 
 import html
 import json

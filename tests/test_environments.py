@@ -1,4 +1,4 @@
-"""Environments for each Python, also where no CPU build of torch exists, with pip and wheels that are nearly empty."""
+"""Environments for each Python, also without a CPU build of torch, with pip and nearly empty wheels."""
 
 import dataclasses
 import importlib.util

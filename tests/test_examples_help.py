@@ -1,4 +1,4 @@
-"""Every script of the examples says with --help what it does, and does nothing else."""
+"""Every script of the examples prints its help with --help, and does nothing else."""
 
 import ast
 import os

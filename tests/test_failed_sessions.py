@@ -1,4 +1,4 @@
-"""Sessions whose reward fails are left out and counted; a run in which all fail is a failed run."""
+"""Sessions whose reward fails are left out and counted; a run fails if all of them do."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every file format that we read, mutated from valid files: it is read, or refused with an error of ours, in time."""
+"""Every file format that we read, mutated: it is read, or refused with one of our errors, in time."""
 
 import signal
 import subprocess

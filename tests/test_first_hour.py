@@ -1,4 +1,4 @@
-"""The notebook of the first hour: it runs, its policy learns, and its saved outputs are those of its code."""
+"""The notebook of the first hour: it runs, its policy learns, and its saved outputs match its code."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""`rl-rollout serve` as a process of its own, killed by `kill -9` while agents talk to it."""
+"""`rl-rollout serve` in a separate process, killed by `kill -9` while agents use it."""
 
 import asyncio
 import json

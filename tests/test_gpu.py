@@ -1,4 +1,4 @@
-"""The main path on a GPU: an engine generates, Megatron trains, every update is proved. Run with `nox -s gpu`."""
+"""The main path on a GPU: an engine generates, Megatron trains, every update is proven. Run with `nox -s gpu`."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""The GPU kit: its short form on a CPU, what it keeps and continues, failures, sizes, and the wheels."""
+"""The GPU kit: its short form on a CPU, resuming, failures, sizes, and the wheels."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Weights to engines on GPUs, with proof. Run with `nox -s gpu`; NCCL wants two GPUs and vLLM, the rest one GPU."""
+"""Weights to engines on GPUs, with proof. Run with `nox -s gpu`; NCCL needs two GPUs and vLLM."""
 
 import asyncio
 import importlib.util

@@ -1,4 +1,4 @@
-"""A run that health pauses writes a checkpoint, exits with 3, and goes on to the same end as one that never paused."""
+"""A run paused by health writes a checkpoint, exits with 3, and resumes to the same end as an unpaused run."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Text that no encoder takes ends no run: what a model, a reward or a data file says is kept, or its session fails."""
+"""Text that cannot be encoded does not end a run: it is kept, or its session fails."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`import rl_core` and the others are light: no optional backend comes with them.
+"""`import rl_core` and the others are light: they import no optional backend.
 
 Runs in the workspace, and by `nox -s wheels` on the installed wheels alone.
 """

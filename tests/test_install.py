@@ -1,4 +1,4 @@
-"""What the documents say to install takes nothing of ours from a package index, and of others only what is locked."""
+"""The documented installation takes none of our packages from an index, and only locked versions of others."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`kill -9` at random points of a run, again and again: what comes out equals a run that nobody disturbed."""
+"""`kill -9` at random points of a run, repeatedly: the result equals that of an undisturbed run."""
 
 import random
 import signal

@@ -1,4 +1,4 @@
-"""What the checker of launch files refuses, and that the trainer takes what they pass to it."""
+"""Problems that the checker of launch files finds, and that the trainer accepts their arguments."""
 
 import copy
 import importlib.util

@@ -1,4 +1,4 @@
-"""Every socket that listens is in docs/guides/security.md; others look too, where they have something running.
+"""Every listening socket is in docs/guides/security.md; other tests check further processes.
 
 With vLLM's workers: packages/rl-rollout/tests/test_engines_vllm_tensor_parallel.py. With the learner's ranks and every
 role in a process of its own: test_async_real_kills.py. With Ray: test_ray_listeners.py.

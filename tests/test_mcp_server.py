@@ -1,4 +1,4 @@
-"""A real MCP server of the package registry, driven over three turns by a scripted model, then by a tiny real one."""
+"""A real MCP server from PyPI, used over three turns by a scripted model, then by a tiny real one."""
 
 import asyncio
 import json

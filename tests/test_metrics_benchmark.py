@@ -1,4 +1,4 @@
-"""The benchmark of metrics: its table, with a main job that takes a known time, and the calls that it times."""
+"""The benchmark of metrics: its table for a main job of known duration, and the calls that it times."""
 
 import argparse
 import json

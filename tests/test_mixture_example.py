@@ -1,4 +1,4 @@
-"""The mixture example, small, in both trainers; and under `soak` over Ray, with an engine and a rank killed midway."""
+"""The mixture example, small, in both trainers; under `soak` over Ray, with an engine and a rank killed."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""The trainer with four learner ranks: the same run as with one, over processes and Ray, and after a rank's death."""
+"""The trainer with four learner ranks: the same run as with one, over processes and Ray, and after a death."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""PPO with a critic and GAE: the critic's values come true, and the policy learns."""
+"""PPO with a critic and GAE: the critic's values become accurate, and the policy learns."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A weight proof that fails ends the run as failed, and names the tensor."""
+"""A failed weight proof ends the run as failed, and names the tensor."""
 
 from collections.abc import Mapping
 from dataclasses import replace

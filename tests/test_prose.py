@@ -1,4 +1,4 @@
-"""What the prose linter reads in a file, and which files it reads."""
+"""What the prose linter checks in a file, and which files it checks."""
 
 import importlib.util
 import json

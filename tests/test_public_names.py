@@ -1,4 +1,4 @@
-"""The public names of each package are those of its page in docs/reference, which shows the first of them at work."""
+"""The public names of each package are those on its page in docs/reference, with a working example."""
 
 import ast
 import importlib.util

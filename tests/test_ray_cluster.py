@@ -1,4 +1,4 @@
-"""Roles on Ray: the conformance suite, and what is its own."""
+"""Roles on Ray: the conformance suite, and checks specific to Ray."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A run on three Ray nodes that the SLURM script starts, one of which is killed midway."""
+"""A run on three Ray nodes that the SLURM script starts; one is killed midway."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What Ray listens on is in docs/guides/security.md, and its folder is this user's alone."""
+"""Ray's listening sockets are in docs/guides/security.md, and only this user can read its folder."""
 
 import os
 import stat

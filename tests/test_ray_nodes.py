@@ -1,4 +1,4 @@
-"""Whole nodes of a Ray cluster that are killed."""
+"""Killed nodes of a Ray cluster."""
 
 import subprocess
 import sys

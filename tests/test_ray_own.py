@@ -1,4 +1,4 @@
-"""A Ray that somebody else has imported or started, as programs of their own do."""
+"""A Ray that another program has imported or started."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Pools of a role on Ray that is gone, as a table of Ray that others change meanwhile tells of them."""
+"""Pools of a role on Ray that has ended, while others change Ray's table."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The queue on Ray: the backend's part of the conformance suite, and what is its own."""
+"""The queue on Ray: the backend's part of the conformance suite, and checks specific to Ray."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The recipes' commands are commands of ours, with settings, options and files that exist."""
+"""The recipes use existing commands, settings, options and files."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""Health and doctor on recorded runs of examples: each sickness is named first, and healthy ones pass.
+"""Health and doctor on recorded runs of examples: each fault is named first, and healthy runs pass.
 
 `tests/recordings/record.py` made them, and says how each was misconfigured.
 """

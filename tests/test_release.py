@@ -1,4 +1,4 @@
-"""The steps of `nox -s release`: on rl-core in a repository of its own, and on projects with one mistake each."""
+"""The steps of `nox -s release`: on rl-core in a separate repository, and on projects with one mistake each."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""What charts of a report say, in a browser: means, metrics without a number, phases, and the keyboard."""
+"""Charts of a report in a browser: means, metrics without a number, phases, and the keyboard."""
 
 import math
 

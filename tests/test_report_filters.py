@@ -1,4 +1,4 @@
-"""Which trajectories a report lists, in a browser: filters, links from the worst cases, and odd addresses."""
+"""Trajectory lists of a report in a browser: filters, links from the worst cases, and odd addresses."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Every text of a run that a report shows, with HTML and scripts in it: shown as text, never run."""
+"""Every text of a run in a report, with HTML and scripts in it, is shown as text and never executed."""
 
 import contextlib
 import json

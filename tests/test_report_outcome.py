@@ -1,4 +1,4 @@
-"""The first view of a report, in a browser: the outcome on one screen, and what is folded."""
+"""The first view of a report in a browser: the outcome on one screen, and folded parts."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A rollout in a browser: turns, blocks, forks, two responses beside each other, and what is copied."""
+"""A rollout in a browser: turns, blocks, forks, two responses side by side, and copying."""
 
 import json
 import math

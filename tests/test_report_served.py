@@ -1,4 +1,4 @@
-"""The report in a browser while its run goes on, or hangs."""
+"""The report in a browser while its run continues or hangs."""
 
 import json
 import os

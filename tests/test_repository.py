@@ -1,4 +1,4 @@
-"""The house itself: licences, links and commands in the documents are true."""
+"""The repository itself: licences, and links and commands in documents, are valid."""
 
 import ast
 import re

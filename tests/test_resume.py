@@ -1,4 +1,4 @@
-"""A run that was stopped or killed anywhere, and resumed, equals one that ran through, bit for bit."""
+"""A run stopped or killed at any point and resumed equals an uninterrupted one, bit for bit."""
 
 import json
 import os

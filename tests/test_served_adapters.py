@@ -1,4 +1,4 @@
-"""A learner's adapter in the transformers engine, beside its base and merged into it, against peft."""
+"""A learner's adapter in the transformers engine, beside its base and merged into it, compared with peft."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Runs that replay their rollouts from a skip cache learn what they learnt when they generated them."""
+"""Runs that replay their rollouts from a skip cache learn the same as when they generated them."""
 
 import signal
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The examples for other stacks: the plain loop here, TRL's and verl's in environments that have them."""
+"""The examples for other stacks: the plain loop here, TRL's and verl's in their own environments."""
 
 import asyncio
 import importlib

@@ -1,4 +1,4 @@
-"""A vLLM teacher and a Megatron teacher of the same model, in processes of their own, say the same in float32."""
+"""A vLLM teacher and a Megatron teacher of the same model, in separate processes, agree in float32."""
 
 import asyncio
 from pathlib import Path

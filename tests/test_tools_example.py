@@ -1,4 +1,4 @@
-"""The tools example: a session of its loop is a demonstration of its warm-up; training finds the calculator."""
+"""The tools example: a session of its loop equals a demonstration of its warm-up; training finds the calculator."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""The arithmetic of the transfer benchmark, and what it carries."""
+"""The arithmetic and the payload of the transfer benchmark."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""GLM's mixtures in vLLM beside the Megatron learner: shared experts, groups, and a bias that no gradient changes."""
+"""GLM's mixtures in vLLM beside the Megatron learner: shared experts, groups, and a bias without gradients."""
 
 import asyncio
 from collections.abc import Callable, Iterator

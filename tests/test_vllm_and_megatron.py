@@ -1,4 +1,4 @@
-"""vLLM and the Megatron learner in one process: updates, their proof, and what stops a run."""
+"""vLLM and the Megatron learner in one process: updates, their proof, and errors that stop a run."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping

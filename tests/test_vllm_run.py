@@ -1,4 +1,4 @@
-"""The command with real vLLM: stopped by Ctrl-C, resumed, it goes on learning."""
+"""The command with real vLLM: stopped by Ctrl-C and resumed, it continues to learn."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""A program that is forked from the server of warm starts sees what it sees when it is started cold."""
+"""A program forked from the server of warm starts sees the same as when it starts from scratch."""
 
 import fcntl
 import importlib.util

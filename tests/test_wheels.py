@@ -1,4 +1,4 @@
-"""What every distribution must carry; `nox -s wheels` runs this on the installed wheels too."""
+"""Required contents of every distribution; `nox -s wheels` also runs this on the installed wheels."""
 
 import importlib.metadata
 import importlib.util

@@ -1,4 +1,4 @@
-"""Rewards of the arithmetic example as people get them wrong."""
+"""Rewards of the arithmetic example with typical mistakes."""
 
 import time
 

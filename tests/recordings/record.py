@@ -1,4 +1,4 @@
-"""Make the recordings of tests/test_recordings.py: examples, misconfigured or not, and what they wrote.
+"""Create the recordings of tests/test_recordings.py from runs of examples, misconfigured or not.
 
     python tests/recordings/record.py [NAME ...] [--steps N] [--runs FOLDER]
 

@@ -1,4 +1,4 @@
-"""Agents as programs that ask with urllib, and sessions of them, for tests."""
+"""Agents as programs that send requests with urllib, and their sessions, for tests."""
 
 import contextlib
 import textwrap
@@ -44,7 +44,7 @@ def run_agent(
     reward: Any = None,
     **options: Any,
 ) -> tuple[Any, list[Any]]:
-    """The sessions of one prompt, and what the reward function was given for them."""
+    """The sessions of one prompt, and the inputs of their reward function."""
     tokenizer = make_tokenizer()
     speaker = Speaker(tokenizer, lambda heard: say(heard) + "<|im_end|>")
     if script is not None:
@@ -61,7 +61,7 @@ def run_agent(
 
 
 def processes_with(mark: str) -> list[int]:
-    """Processes of the machine that have a text in their environment."""
+    """Return processes of the machine that have a text in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):

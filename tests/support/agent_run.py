@@ -1,4 +1,4 @@
-"""The tiny run with agents, which ask for two turns, and some of them for a third that branches off."""
+"""The tiny run with agents, which ask for two turns; some ask for a third turn that branches off."""
 
 from pathlib import Path
 from typing import Literal
@@ -40,11 +40,11 @@ async def agent(task):
 
 
 def make_agent_run(folder: Path, *, kind: Literal["command", "function"] = "function") -> TinyRun:
-    """Inputs of a run whose sessions are of two or three turns, and of one or two trajectories.
+    """Write the inputs of a run whose sessions have two or three turns, and one or two trajectories.
 
     Args:
-        folder: Where to.
-        kind: A function of the trainer, or a program of its own each time.
+        folder: Folder of the inputs.
+        kind: Run the agent as a function in the trainer, or as a separate program.
     """
     folder.mkdir(exist_ok=True)
     run = make_tiny_run(folder)
@@ -72,6 +72,6 @@ def make_agent_run(folder: Path, *, kind: Literal["command", "function"] = "func
 
 
 def questions(run: TinyRun) -> list[str]:
-    """Of each agent that was started, in order."""
+    """Return the question of each started agent, in order."""
     path = run.folder / "ran.txt"
     return path.read_text().splitlines() if path.exists() else []

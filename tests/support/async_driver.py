@@ -1,6 +1,6 @@
 """`python -m async_driver train SETTINGS.toml ...`: the command with the roles of `async_roles`.
 
-It runs under the supervisor as the real one does, which starts this module again.
+Like the real command, it runs under the supervisor, which starts this module again.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Asynchronous runs that are killed: who is who among their processes, and what must hold afterwards."""
+"""Asynchronous runs that are killed: their processes by role, and checks afterwards."""
 
 import contextlib
 import json
@@ -30,9 +30,9 @@ from rl_rollout.prompts import PromptOptions, PromptSource, PromptTokenizer, loa
 
 SUPPORT = Path(__file__).parent
 SOON_S = 2.0
-"""How long after a kill the next one may come, where it shall meet what the first one left."""
+"""Maximum time from a kill to one that hits the recovery from it."""
 MOST_LINES = 25
-"""Most lines of the record from one kill to the next: about three steps."""
+"""Maximum number of record lines from one kill to the next: about three steps."""
 ROLES = ("rollouter", "learner", "server", "controller")
 SETTINGS: dict[str, Any] = {
     "roles__kind": "process",
@@ -49,13 +49,13 @@ SETTINGS: dict[str, Any] = {
 
 @contextmanager
 def scripted_training(run: TinyRun, *words: str, fault: str = "", **settings: Any) -> Iterator[TrainProcess]:
-    """A run with scripted roles under its supervisor; killed at the end, where it still runs.
+    """A run with scripted roles under its supervisor; killed at the end if it still runs.
 
     Args:
         run: Its inputs.
-        words: Such as "--resume".
+        words: Further arguments, such as "--resume".
         fault: See `async_roles.faulty`.
-        settings: Such as trainer__steps=3; the others are `SETTINGS`.
+        settings: Settings that differ from `SETTINGS`, such as trainer__steps=3.
     """
     process = start_scripted(run, *words, environment={FAULT_VARIABLE: fault}, **settings)
     try:
@@ -65,7 +65,7 @@ def scripted_training(run: TinyRun, *words: str, fault: str = "", **settings: An
 
 
 def start_scripted(run: TinyRun, *words: str, environment: Mapping[str, str], **settings: Any) -> TrainProcess:
-    """The process of `scripted_training`, with more variables."""
+    """Return the process of `scripted_training`, with further variables."""
     path = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"PYTHONPATH": path, **environment}
     if sys.dont_write_bytecode:  # each of many processes would compile what it imports
@@ -79,13 +79,13 @@ def start_scripted(run: TinyRun, *words: str, environment: Mapping[str, str], **
 
 
 def num_record_lines(run: TinyRun) -> int:
-    """How much a run has recorded."""
+    """Return the number of lines in a run's record."""
     file = run.run_folder / RECORD
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def pid_of(run: TinyRun, role: str) -> int | None:
-    """The process of a role now; None where it has none."""
+    """Return the current process of a role; None without one."""
     if role == "server":
         return server_pid(run.run_folder / QUEUE)
     file = run.run_folder / ".lock" if role == "controller" else run.run_folder / PIDS / role
@@ -100,8 +100,8 @@ class Killer:
     """Kills roles of a run at points that a seed chooses.
 
     Attributes:
-        run: Which.
-        draw: Chooses.
+        run: The run.
+        draw: Random numbers that choose.
         kills: Role and number of recorded lines of each kill so far.
     """
 
@@ -115,7 +115,7 @@ class Killer:
         return dict(Counter(role for role, _ in self.kills))
 
     def wait_for_a_point(self, process: TrainProcess) -> None:
-        """Wait for some more lines of the record; now and then only a moment, amid what the last kill left to mend."""
+        """Wait for further lines of the record, or sometimes only a moment, during the recovery from the last kill."""
         lines = num_record_lines(self.run) + self.draw.randint(1, MOST_LINES)
         ends_at = monotonic() + self.draw.uniform(0.0, SOON_S) if self.kills and not self.draw.randrange(4) else None
         process.wait_until(
@@ -155,12 +155,12 @@ def issued_prompts(run: TinyRun, count: int) -> list[Prompt]:
 
 
 def assert_trained_exactly_once(run: TinyRun, *, steps: int, misses_metrics: bool = False) -> None:
-    """Journal, record and checkpoint of a run that is finished tell the same story, with each prompt once.
+    """Check that journal, record and checkpoint of a finished run agree, with each prompt once.
 
     Args:
-        run: Which.
-        steps: How many it had.
-        misses_metrics: A disk was full meanwhile, which costs the metrics of these steps.
+        run: The run.
+        steps: Number of its steps.
+        misses_metrics: A disk was full, so metrics of some steps are missing.
     """
     folder = run.run_folder
     journal = inspect_journal(folder / QUEUE, is_verified=True)
@@ -184,7 +184,7 @@ def assert_trained_exactly_once(run: TinyRun, *, steps: int, misses_metrics: boo
 
 
 def digest_of(prompts: list[Prompt], steps: dict[int, tuple[str, ...]]) -> bytes:
-    """What a learner holds that was fed with these steps and nothing else."""
+    """Return the digest of a learner that trained exactly these steps."""
     by_uid = {prompt.uid: prompt for prompt in prompts}
     policy = DigestPolicy()
     for step, uids in sorted(steps.items()):
@@ -193,7 +193,7 @@ def digest_of(prompts: list[Prompt], steps: dict[int, tuple[str, ...]]) -> bytes
 
 
 def rows_of(prompt: Prompt) -> list[Any]:
-    """The rows of a group, as `DigestPolicy.learn` takes them."""
+    """Return the rows of a group, in the form of `DigestPolicy.learn`."""
     seed = stable_seed(0, prompt.uid)
     shown = prompt.input_ids.tolist()
     rows = []
@@ -204,7 +204,7 @@ def rows_of(prompt: Prompt) -> list[Any]:
 
 
 def restarts_of(run: TinyRun) -> dict[str, int]:
-    """How often roles were started again, as the run says."""
+    """Return how often roles were restarted, from the run's metrics."""
     events = read_events(run.run_folder / "events.jsonl")
     died = Counter(event["role"] for event in events if event["event"] == "role_died")
     return {**died, "controller": sum(event["event"] == "run_resumed" for event in events)}

@@ -1,5 +1,5 @@
-"""Roles of an asynchronous run without a model: responses follow a script, and the weights are a digest of what was
-trained, so that a step that is left out, done twice, or done on other rows shows in the last checkpoint.
+"""Roles of an asynchronous run without a model: responses follow a script, and the weights are a digest of the trained
+rows, so a step that is skipped, repeated or trained on other rows shows in the last checkpoint.
 
 Everything else is the trainer's own: its rollouter, its learner host, checkpoints, transports and queue.
 """
@@ -34,20 +34,20 @@ from rl_rollout.engines.scripted import ScriptedEngine, honest_receipt
 from rl_rollout.engines.weight_checks import update_tensors
 
 FAULT_VARIABLE = "ASYNC_ROLES_FAULT"
-"""What goes wrong: "learner:3" raises in its third step, "engine:9" in all responses from the ninth on; "mortal
+"""Variable with a fault: "learner:3" raises in its third step, "engine:9" in all responses from the ninth on; "mortal
 rollouter:1" and "mortal learner:1" kill themselves whenever they start."""
 PIDS = "pids"
 TRAITS = EngineTraits(name="scripted", max_model_len=1 << 20, vocab_size=32)
 DIGEST_BYTES = 32
 FIRST_TOKEN, NUM_TOKENS = 3, 12
-"""Tokens that the tiny tokenizer has beside the special ones."""
+"""The tiny tokenizer's tokens without the special ones."""
 
 
 class ScriptedRollouter(Rollouter):
     """The trainer's rollouter on a scripted engine in its own process."""
 
     def make_engine(self) -> ReplicatedEngine:
-        """One engine, whose responses depend on prompt and seed alone; how long they take does not."""
+        """One engine whose responses depend only on prompt and seed; their durations vary."""
         begin_life(self._settings.run_folder, "rollouter")
         pace = random.Random()
         count = 0
@@ -56,7 +56,7 @@ class ScriptedRollouter(Rollouter):
             nonlocal count
             count += 1
             if faulty("engine", count):
-                raise EngineError("the scripted engine fell off its bus.")
+                raise EngineError("the scripted engine failed.")
             sampling = request.samplings[index]
             response = response_of(request.input_ids, sampling.seed)[: sampling.max_tokens]
             await asyncio.sleep(0.002 * len(response) * pace.lognormvariate(0.0, 1.0))
@@ -69,13 +69,13 @@ class ScriptedLearnerHost(LearnerHost):
     """The trainer's learner host with a digest for a policy; it refuses rows that are older than the run allows."""
 
     def make_learners(self) -> Learners:
-        """A policy that keeps the books."""
+        """A policy that records its steps."""
         begin_life(self._settings.run_folder, "learner")
         policy = DigestPolicy(pace=random.Random())
         return Learners(policy=policy, reference=None, critic=None, close=policy.close)
 
     def rows(self, uids: Sequence[str], *, step: int, deadline_s: float) -> Batch:
-        """The groups of a step, none of them older than the run allows."""
+        """Return the groups of a step; raise an error if one is older than the run allows."""
         rows = super().rows(uids, step=step, deadline_s=deadline_s)
         schedule = self._settings.schedule
         versions = rows.ragged("policy_versions").values
@@ -86,7 +86,7 @@ class ScriptedLearnerHost(LearnerHost):
 
 
 class RaisingTeachers(TeacherHost):
-    """Teachers that raise when a step of groups has come, for whose scores the learner then waits."""
+    """Teachers that raise once a step's groups have arrived, so that the learner waits for their scores."""
 
     async def start(self) -> None:
         """Start nothing."""
@@ -97,47 +97,47 @@ class RaisingTeachers(TeacherHost):
         await self._hears.wait()
         groups = self._settings.rollout.prompts_per_step
         await asyncio.to_thread(self._queue.lease, "teacher", groups=groups)
-        raise RuntimeError("the scripted teacher does not know")
+        raise RuntimeError("the scripted teacher failed")
 
     async def issued(self) -> None:
-        """There is something to lease."""
+        """Return True if there is something to lease."""
         self._hears.set()
 
 
 class DigestPolicy:
-    """A `Learner` whose weights are the digest of all that it was trained on, in order."""
+    """A `Learner` whose weights are the digest of all trained rows, in order."""
 
     tied: Mapping[str, str] = {}
     num_parameters = DIGEST_BYTES
 
     def __init__(self, *, pace: random.Random | None = None) -> None:
-        """Nothing is learnt yet.
+        """Start with an empty digest.
 
         Args:
-            pace: How long steps and saves take; None takes no time.
+            pace: Duration of steps and saves; None is 0.
         """
         self.step = 0
         self.digest = bytes(DIGEST_BYTES)
         self._pace = pace
 
     def train_step(self, batch: Batch, *_: Any, **__: Any) -> StepResult:
-        """Take a step's rows into the digest."""
+        """Add a step's rows to the digest."""
         self.step += 1
         if faulty("learner", self.step):
-            raise RuntimeError("the scripted learner lost its mind")
+            raise RuntimeError("the scripted learner failed")
         rows = zip(batch.keys, batch.ragged("input_ids"), batch.ragged("loss_mask"), strict=True)
         self.learn(self.step, [(tuple(key), ids.tolist(), mask.tolist()) for key, ids, mask in rows])
         self._take_time()
         return StepResult(step=self.step, loss=0.0, grad_norm=1.0, learning_rate=1.0, metrics={})
 
     def learn(self, step: int, rows: Sequence[Any]) -> None:
-        """Take rows, each (key, ids, mask), into the digest."""
+        """Add rows, each (key, ids, mask), to the digest."""
         content = json.dumps([self.digest.hex(), step, rows]).encode()
         self.digest = blake2b(content, digest_size=DIGEST_BYTES).digest()
         self.step = step
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
-        """What a scripted engine says of any sequence."""
+        """Return a scripted engine's logprobs of a sequence."""
         rows = [np.full(len(ids), -1.0, np.float32) for ids in batch.ragged("input_ids")]
         for row in rows:
             row[0] = 0.0
@@ -148,14 +148,14 @@ class DigestPolicy:
         return {"digest.weight": torch.tensor(list(self.digest), dtype=torch.float32).reshape(1, -1)}
 
     def save(self, directory: Path, *, in_background: bool = False) -> "_Save":
-        """Write the digest, after a while."""
+        """Write the digest after a delay."""
         pending = _Save(directory / "digest.json", {"step": self.step, "digest": self.digest.hex()}, self._take_time)
         if not in_background:
             pending.wait()
         return pending
 
     def load(self, directory: Path) -> None:
-        """Go on from `save`."""
+        """Resume from `save`."""
         try:
             content = json.loads((directory / "digest.json").read_text())
             self.step, self.digest = int(content["step"]), bytes.fromhex(content["digest"])
@@ -187,7 +187,7 @@ class _Save:
 
 
 def response_of(prompt_ids: IntArray, seed: int | None) -> list[int]:
-    """The scripted response to a prompt; its length has a tail."""
+    """Return the scripted response to a prompt; lengths are long-tailed."""
     name = json.dumps([prompt_ids.tolist(), seed])
     draw = random.Random(name)
     length = max(1, min(64, int(2 * draw.lognormvariate(0.5, 1.0))))
@@ -195,14 +195,14 @@ def response_of(prompt_ids: IntArray, seed: int | None) -> list[int]:
 
 
 def read_file(update: WeightUpdate) -> WeightReceipt:
-    """Take an update as a real engine does: from its file, which must be there and whole."""
+    """Load an update from its file as a real engine does; the file must be complete."""
     return honest_receipt(replace(update, tensors=update_tensors(update)))
 
 
 def begin_life(run_folder: Path, role: str) -> None:
-    """Say which process is a role's, for who kills it; a mortal one ends at once."""
+    """Record the process of a role, so that a test can kill it; a mortal role ends at once."""
     if faulty(f"mortal {role}", 1):
-        print(f"the scripted {role} takes its leave", flush=True)  # noqa: T201 - its last words
+        print(f"the scripted {role} ends", flush=True)  # noqa: T201 - its last words
         os.kill(os.getpid(), signal.SIGKILL)
     folder = run_folder / PIDS
     folder.mkdir(exist_ok=True)
@@ -212,6 +212,6 @@ def begin_life(run_folder: Path, role: str) -> None:
 
 
 def faulty(who: str, count: int) -> bool:
-    """True from the count on that the environment names for this one."""
+    """Return True from the count that the environment names for this role."""
     name, _, first = os.environ.get(FAULT_VARIABLE, "").partition(":")
     return name == who and count >= int(first)

@@ -1,4 +1,4 @@
-"""Small asynchronous runs, in this process or in one of their own, and what they leave behind."""
+"""Small asynchronous runs, in this process or in a separate one, and their files."""
 
 import re
 from collections.abc import Iterator
@@ -17,21 +17,21 @@ ASYNC_ONLY = (
     "rollout/refused_groups",
     "validation/policy_version",
 )
-"""Metrics that a synchronous run does not have, or that depend on sums of another order."""
+"""Metrics that a synchronous run lacks, or whose sums have another order."""
 
 
 def differences_from_sync(run: TinyRun, sync: TinyRun) -> list[str]:
-    """Metrics that differ, without those that only one kind of trainer has."""
+    """Return the metrics that differ, without those that only one trainer has."""
     return [one for one in differing_metrics(run, sync) if not any(f" {name}" in one for name in ASYNC_ONLY)]
 
 
 def async_settings(**settings: Any) -> dict[str, Any]:
-    """Settings that keep a small run small, unless they are given."""
+    """Return the settings with defaults for a small run."""
     return {"roles__kind": "inline", "roles__hang_deadline_s": 120.0, **settings}
 
 
 def train_async_here(run: TinyRun, *words: str, **settings: Any) -> int:
-    """Run the command in this process; gives the exit status."""
+    """Run the command in this process; return the exit status."""
     import torch
 
     from rl_async_trainer.main import main
@@ -47,13 +47,13 @@ def train_async_here(run: TinyRun, *words: str, **settings: Any) -> int:
 
 @contextmanager
 def async_training(run: TinyRun, *words: str, hold_after: int | None = None, **settings: Any) -> Iterator[TrainProcess]:
-    """The command in a process of its own, whose roles are processes; killed at the end, where it still runs.
+    """The command in a separate process, whose roles are processes; killed at the end if it still runs.
 
     Args:
         run: Its inputs.
-        words: Such as "--resume".
-        hold_after: Reward calls after which every further one waits for `released`.
-        settings: Such as trainer__steps=3; unless it is given, the learner is the small one.
+        words: Further arguments, such as "--resume".
+        hold_after: Number of reward calls after which every further one waits for `released`.
+        settings: Settings such as trainer__steps=3; the default learner is the small one.
     """
     (run.folder / "held").unlink(missing_ok=True)
     (run.folder / "released").unlink(missing_ok=True)
@@ -71,10 +71,10 @@ def async_training(run: TinyRun, *words: str, hold_after: int | None = None, **s
 
 
 def role_pid(run: TinyRun, log: str) -> int:
-    """The process of a role's newest life, as its log says.
+    """Return the process of a role's newest incarnation, from its log.
 
     Args:
-        run: Which.
+        run: The run.
         log: "rollouter-0", "learner-host-0" or "teachers-0".
     """
     text = (run.run_folder / "logs" / f"{log}.log").read_text()
@@ -82,20 +82,20 @@ def role_pid(run: TinyRun, log: str) -> int:
 
 
 def run_history(folder: Path) -> Any:
-    """What a run's record says."""
+    """Return the lines of a run's record."""
     from rl_async_trainer.schedule.record import read_history
 
     return read_history(folder)
 
 
 def trained_versions(folder: Path) -> list[tuple[int, int, int]]:
-    """Of every group that was trained: the step, and the oldest and newest version of its tokens."""
+    """Return the step of every trained group, with the oldest and newest version of its tokens."""
     history = run_history(folder)
     return [(step, *history.settled[uid]) for step, uids in sorted(history.steps.items()) for uid in uids]
 
 
 def run_states(folder: Path) -> dict[str, str]:
-    """What the journal of a run that has ended says of each training prompt, in the order of issue."""
+    """Return the journal's entry of each training prompt of a finished run, in the order of issue."""
     from rl_async_trainer.assemble import QUEUE
     from rl_core.queue.journal.inspection import inspect_journal
 

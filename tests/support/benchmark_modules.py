@@ -10,7 +10,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def load_benchmark(name: str) -> ModuleType:
-    """A module by its file's name, under one that shadows no package: `bench_trl` for trl.py."""
+    """Import a module by its file's name, under a name that shadows no package: `bench_trl` for trl.py."""
     places = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
     sys.path[:0] = places
     try:

@@ -1,6 +1,6 @@
-"""Faults drawn from a seed: processes that are killed or stopped for a while, a full disk, a clock that jumps.
+"""Faults drawn from a seed: processes that are killed or stopped temporarily, a full disk, a clock that jumps.
 
-Where this process may not mount, no disk is filled.
+Without permission to mount, no disk is filled.
 """
 
 import os
@@ -17,9 +17,9 @@ from pathlib import Path
 from chaos_clock import OFFSET_S, VARIABLE
 
 KINDS = ("kill", "kill", "stop", "stop", "clock", "disk")
-"""A fault is one of these; those that stand here twice come twice as often."""
+"""Kinds of faults; a repeated kind is drawn more often."""
 LONGEST_S = 1.0
-"""Most seconds that a process is stopped, or that a disk stays full."""
+"""Maximum seconds for which a process is stopped or a disk is full."""
 LONGEST_JUMP_S = 100_000
 SITE = Path(__file__).with_name("chaos_site")
 
@@ -38,20 +38,20 @@ class Clock:
         return {VARIABLE: str(self._file), "PYTHONPATH": os.pathsep.join(path)}
 
     def set(self, offset_s: int) -> None:
-        """Make it differ from the true time by this much."""
+        """Set the offset from the true time."""
         with self._file.open("r+b") as file:
             file.write(OFFSET_S.pack(offset_s))
 
 
 class Disk:
-    """A small disk of memory, which is full on demand."""
+    """A small memory disk that can be filled on demand."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
         self._ballast = place / ".ballast"
 
     def fill(self) -> None:
-        """Leave no block free; those that a process frees meanwhile are taken, too."""
+        """Fill every block, including those that a process frees meanwhile."""
         with self._ballast.open("ab") as file:
             for _ in range(3):
                 free = os.statvfs(self.place)
@@ -60,13 +60,13 @@ class Disk:
                         os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, free.f_bavail * free.f_bsize)
 
     def free(self) -> None:
-        """Give the blocks back."""
+        """Free the blocks."""
         self._ballast.unlink(missing_ok=True)
 
 
 @contextmanager
 def small_disk(place: Path, *, size_mib: int) -> Iterator[Disk | None]:
-    """A disk mounted at a folder, which is made; None where this process may not mount."""
+    """Yield a disk mounted at a new folder; None without permission to mount."""
     place.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "none", str(place)]
     try:
@@ -82,12 +82,12 @@ def small_disk(place: Path, *, size_mib: int) -> Iterator[Disk | None]:
 
 @dataclass(slots=True)
 class Chaos:
-    """Makes faults, ends those that last, and keeps the books.
+    """Makes faults, ends lasting ones, and counts them.
 
     Attributes:
-        seed: Draws everything.
-        clock: Of the processes.
-        disk: Theirs; None where it cannot be filled.
+        seed: Seed of all draws.
+        clock: Clock of the processes.
+        disk: Disk of the processes; None if it cannot be filled.
         faults: Kind and victim of each fault so far.
     """
 
@@ -107,11 +107,11 @@ class Chaos:
         return dict(sorted(Counter(" ".join(fault).strip() for fault in self.faults).items()))
 
     def draw_kind(self) -> str:
-        """The next fault's kind, of those that this machine can do."""
+        """Draw the next fault's kind, among those that work on this machine."""
         return self.draw.choice([kind for kind in KINDS if kind != "disk" or self.disk is not None])
 
     def make(self, kind: str, pid: int = 0, victim: str = "") -> bool:
-        """Make a fault; False where the process was gone already."""
+        """Make a fault; return False if the process had ended."""
         lasts_s = self.draw.uniform(0.0, LONGEST_S)
         match kind:
             case "clock":
@@ -131,13 +131,13 @@ class Chaos:
         return True
 
     def end_all(self) -> None:
-        """Wait until no process is stopped and the disk has room."""
+        """Wait until no process is stopped and the disk has space."""
         for timer in self._lasting:
             timer.join()
         self._lasting.clear()
 
     def _end_after(self, lasts_s: float, end: Callable[[], object]) -> None:
-        """End a fault by a thread: whoever made it may wait for the process that is stopped."""
+        """End a fault in a thread, because the caller may wait for the stopped process."""
         timer = threading.Timer(lasts_s, end)
         timer.start()
         self._lasting.append(timer)
@@ -149,7 +149,7 @@ def _continue(pid: int) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there, and not only waits to be collected."""
+    """Return True if a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,6 +1,6 @@
-"""The wall clock of this interpreter, moved by what the file in `CHAOS_CLOCK` says; other clocks are left alone.
+"""Shift this interpreter's wall clock by the offset in the file `CHAOS_CLOCK`; other clocks do not change.
 
-libfaketime would also move it for C libraries, but with it `time.sleep` fails after the clock went back.
+libfaketime would also shift it for C libraries, but with it `time.sleep` fails after the clock moves backwards.
 """
 
 import mmap
@@ -14,7 +14,7 @@ OFFSET_S = struct.Struct("q")
 
 
 def install() -> None:
-    """Move `time.time` and `time.time_ns`, where the environment says so."""
+    """Shift `time.time` and `time.time_ns`, if the environment asks for it."""
     if VARIABLE not in os.environ:
         return
     with Path(os.environ[VARIABLE]).open("rb") as file:

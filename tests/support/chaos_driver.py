@@ -1,6 +1,6 @@
-"""`python -m chaos_driver train SETTINGS.toml ...`: the synchronous trainer, which notes each phase as it begins.
+"""`python -m chaos_driver train SETTINGS.toml ...`: the synchronous trainer, which records the start of each phase.
 
-It appends a line to the file that `CHAOS_PHASES` names; a phase goes on until the next line.
+It appends a line to the file `CHAOS_PHASES`; a phase lasts until the next line.
 """
 
 import os
@@ -13,14 +13,14 @@ PHASES = ("start-up", "training", "validation", "checkpoint")
 
 
 def note(phase: str) -> None:
-    """Say that a phase begins."""
+    """Record the start of a phase."""
     descriptor = os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(descriptor, f"{phase}\n".encode())
     os.close(descriptor)
 
 
 def noted(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose calls are a phase."""
+    """Return the function, with its calls recorded as a phase."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         note(phase)

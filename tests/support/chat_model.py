@@ -1,4 +1,4 @@
-"""A tokenizer with a chat template, and an engine that says texts, for tests of loops."""
+"""A tokenizer with a chat template, and an engine that generates given texts, for tests of loops."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ THINKING = (
 
 
 def make_tokenizer(chat_template: str | None = CHATML, *, special: Sequence[str] = SPECIAL) -> PromptTokenizer:
-    """One token a character, control tokens beside; the end token is <|im_end|>."""
+    """Return a tokenizer with one token per character, and control tokens; the end token is <|im_end|>."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -60,7 +60,7 @@ def encode(tokenizer: PromptTokenizer, text: str) -> np.ndarray:
 
 
 class Speaker:
-    """An engine whose turn n of a session is what `say` gives for the text before it."""
+    """An engine whose response is `say(text)` for the text before it."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Speaker:
 
 
 def in_turn(*turns: str) -> Callable[[str], str]:
-    """Says each text in turn: which one is seen by how often the assistant has begun."""
+    """Return each text in turn; the number of assistant turns in the prompt selects it."""
     return lambda heard: turns[min(heard.count("<|im_start|>assistant") - 1, len(turns) - 1)]
 
 
@@ -98,7 +98,7 @@ def chat_prompt(tokenizer: PromptTokenizer, text: str, uid: str = "p") -> Prompt
 def run_loop(
     loop: Any, speaker: Speaker, prompts: Sequence[Prompt], *, num_sessions: int = 1, **options: Any
 ) -> list[Any]:
-    """Every group through a Rollout, which audits all of it."""
+    """Run every group through a Rollout that audits all sessions."""
     reward = options.pop("reward", quick(lambda given: float(len(given.response_text))))
     sampling = options.pop("sampling", SamplingParams(max_tokens=2000))
     tokenizer = speaker.tokenizer

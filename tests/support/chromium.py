@@ -1,4 +1,4 @@
-"""A headless Chromium that a test drives by the DevTools protocol, over a pipe: no port, no driver, no library."""
+"""A headless Chromium controlled through the DevTools protocol over a pipe, without port, driver or library."""
 
 import base64
 import contextlib
@@ -28,25 +28,25 @@ FLAGS = (
 REDIRECT = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
-"""Chromium reads the protocol from descriptor 3, and writes to 4."""
+"""Connect the pipes: Chromium reads the protocol from descriptor 3 and writes to 4."""
 
 
 def find_chromium() -> str | None:
-    """Its program; None where there is none."""
+    """Return Chromium's program; None if it is not installed."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Page:
-    """One page of a browser of its own; everything that went wrong on it is kept."""
+    """One page in its own browser, with a list of all errors on it."""
 
     def __init__(self, profile: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Start a browser.
 
         Args:
-            profile: Folder for what it keeps.
-            width: Of the window.
-            height: Of the window.
-            dark: True has the system prefer dark colours.
+            profile: Folder of its profile.
+            width: Width of the window.
+            height: Height of the window.
+            dark: Prefer dark colours.
         """
         program = find_chromium()
         assert program is not None, "no chromium; run: apt-get install chromium"
@@ -75,7 +75,7 @@ class Page:
             raise
 
     def _attach(self, *, width: int, height: int, dark: bool) -> None:
-        """Have one page, of which everything is told."""
+        """Open one page, and subscribe to its events."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
@@ -85,7 +85,7 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Ask for something, and wait for the answer."""
+        """Send a command and wait for the answer."""
         self._last += 1
         number = self._last
         message = {"id": number, "method": method, "params": parameters}
@@ -105,13 +105,13 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def run(self, script: str) -> Any:
-        """The value of an expression on the page; a promise's, when it is kept."""
+        """Return the value of an expression on the page; a promise is awaited."""
         result = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in result, f"{script}: {result['exceptionDetails']}"
         return result["result"].get("value")
 
     def wait(self, script: str, *, deadline_s: float = DEADLINE_S) -> Any:
-        """The value of an expression as soon as it is one that counts as true."""
+        """Wait until an expression is truthy, and return its value."""
         end = time.monotonic() + deadline_s
         while True:
             value = self.run(f"(() => {{ try {{ return {script}; }} catch {{ return null; }} }})()")
@@ -131,7 +131,7 @@ class Page:
         self.call("Input.insertText", text=text)
 
     def point(self, selector: str, *, click: bool = False) -> None:
-        """Move the pointer to the middle of an element, and click it where asked to."""
+        """Move the pointer to the middle of an element, and click it if requested."""
         found = f"document.querySelector({json.dumps(selector)})"
         self.run(f"{found}.scrollIntoView({{block: 'center'}})")
         box = self.run(
@@ -144,7 +144,7 @@ class Page:
                 self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
     def picture(self, file: Path) -> None:
-        """A picture of what is seen, as PNG."""
+        """Return a screenshot as PNG."""
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs many commands in one fresh interpreter, and says of each how it ended and what it had imported.
+"""Run many commands in one fresh interpreter, and record for each how it ended and what it imported.
 
 python command_driver.py CASES.json RESULTS.json
 """
@@ -17,7 +17,7 @@ HEAVY = ("vllm", "megatron", "ray")
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """One command: its words, and variables of its environment."""
+    """Run one command with its arguments and environment variables."""
     os.environ.update(case["environment"])
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):

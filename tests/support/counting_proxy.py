@@ -1,4 +1,4 @@
-"""A proxy that lets nobody through, for tests of what must reach no network."""
+"""A proxy that refuses all connections, for tests that must not use the network."""
 
 import socket
 import threading
@@ -11,9 +11,9 @@ LAST = b"the test"
 
 @contextmanager
 def counting_proxy() -> Iterator[tuple[dict[str, str], list[bytes]]]:
-    """Variables by which every client in Python and Go calls this proxy, and what callers began with.
+    """Yield variables that direct Python and Go clients to this proxy, and the beginnings of their requests.
 
-    The list is whole when the block has ended.
+    The list is complete after the block.
     """
     callers: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as proxy:

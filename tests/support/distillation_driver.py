@@ -1,6 +1,6 @@
-"""The trainer with a loop that gives two trajectories a session, and with teachers that are killed as they score.
+"""The trainer with a loop that returns two trajectories per session, and teachers that are killed while they score.
 
-What each step trains on is written down.
+It records the rows of each step.
 
 Usage: python distillation_driver.py FOLDER train SETTINGS.toml ...; FOLDER gets trained-0.npz, trained-1.npz, ...
 """
@@ -23,12 +23,12 @@ from rl_rollout.loops.registry import LOOPS
 from rl_rollout.loops.single_turn import SingleTurnLoop
 
 KILLED_AT = 3
-"""Group of a teacher that is under way when its process is killed."""
+"""Group that a teacher is scoring when its process is killed."""
 COLUMNS = ("input_ids", "loss_mask", "teacher_logprobs", "teacher_ids", "teacher_index")
 
 
 class TwoOutputsLoop(SingleTurnLoop):
-    """Two responses to each prompt are one session's first and second trajectory."""
+    """Return two responses to each prompt as one session's first and second trajectory."""
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
         found = await super().run_group(prompt, num_sessions=2 * num_sessions, context=context)
@@ -46,7 +46,7 @@ class TwoOutputsLoop(SingleTurnLoop):
 
 
 def note_batches(folder: Path) -> None:
-    """Have every batch written before it trains."""
+    """Write every batch before it trains."""
     from rl_trainer_parts.learning import step as learning_step
 
     prepare, numbers = learning_step.prepare_batch, itertools.count()
@@ -63,7 +63,7 @@ def note_batches(folder: Path) -> None:
 
 
 def kill_as_they_score(logs: Path) -> None:
-    """Have each teacher's process killed with SIGKILL, once, while it has a group to score."""
+    """Kill each teacher's process once with SIGKILL, while it scores a group."""
     from rl_distill.teacher.engine_teacher import EngineReplica
     from rl_distill.teacher.megatron_teacher import MegatronReplica
 

@@ -1,4 +1,4 @@
-"""Teachers without a model, and what they score: for tests of routing, order, time and death."""
+"""Teachers without a model, and rows to score, for tests of routing, order, time and death."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ VOCAB_SIZE = 16
 def honest_scores(
     row: TeacherRow, *, top_k: int, hidden_size: int | None = None, logprob: float = -0.5
 ) -> TeacherScores:
-    """Scores that pass every check: the token has `logprob`, the likeliest are ids 0..K-1 with -1, -2, ..."""
+    """Return valid scores: the token has `logprob`, the most likely tokens are ids 0..K-1 with -1, -2, ..."""
     length = len(row.input_ids)
     ids = np.tile(np.arange(-1, top_k, dtype=np.int32), (length, 1))
     ids[:, 0] = row.input_ids
@@ -36,7 +36,7 @@ def honest_scores(
 
 @dataclass
 class FakeReplica:
-    """A `TeacherReplica` that scores as it is told to; `dies_at` counts calls of `score`, with the proof."""
+    """A `TeacherReplica` with given scores; `dies_at` counts calls of `score`, including the proof."""
 
     logprob: float = -0.5
     hidden_size: int | None = None
@@ -106,13 +106,13 @@ def make_trajectory(uid: str, session: int, output: int = 0, *, length: int = 5)
 
 
 def make_queue(*, with_hidden: bool = False) -> InProcessQueue:
-    """With the teachers' task, and one that needs what they give."""
+    """Return a queue with the teachers' task, and one that needs their columns."""
     task = teacher_task(with_hidden=with_hidden)
     return InProcessQueue([task, TaskSpec(name="train", needs=task.needs | task.gives, order="issue")])
 
 
 def make_options(sources: dict[str, Sequence[str]], **options: Any) -> DistillationOptions:
-    """Teachers by name with their sources; loss k1, so that one value a token is asked for."""
+    """Return options with teachers by name and their sources; loss k1 needs one value per token."""
     teachers = {name: TeacherOptions(model="x", data_sources=tuple(own)) for name, own in sources.items()}
     return DistillationOptions(teachers=teachers, **{"loss": "k1", **options})
 
@@ -122,7 +122,7 @@ def put(queue: InProcessQueue, *trajectories: Trajectory) -> None:
 
 
 async def reached(event: threading.Event | asyncio.Event) -> None:
-    """Wait for an event, 10 s at most."""
+    """Wait for an event, at most 10 s."""
     if isinstance(event, asyncio.Event):
         await asyncio.wait_for(event.wait(), 10)
     else:

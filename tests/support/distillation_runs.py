@@ -1,4 +1,4 @@
-"""A tiny run with two teachers, routed by data source, and what they must say by transformers' own models."""
+"""A tiny run with two teachers, routed by data source, and their expected scores from transformers."""
 
 import json
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ def make_distillation_run(folder: Path, *, all_text: bool = False) -> TinyRun:
     The policy and the second are dense, the first is a mixture of experts.
 
     Args:
-        folder: Where.
-        all_text: The models know no token beyond those of the tokenizer.
+        folder: Folder of the run.
+        all_text: The models' vocabulary is that of the tokenizer.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -39,7 +39,7 @@ def make_distillation_run(folder: Path, *, all_text: bool = False) -> TinyRun:
 
 
 def make_teacher(folder: Path, *, like: Path, seed: int, is_mixture: bool = False) -> None:
-    """Another model with the same configuration and tokenizer; or a mixture of four experts, two a token."""
+    """Write another model with the same configuration and tokenizer, or a mixture of four experts, two per token."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
@@ -56,7 +56,7 @@ def make_teacher(folder: Path, *, like: Path, seed: int, is_mixture: bool = Fals
 
 
 def teacher_tables(folder: Path, **engines: str) -> dict[str, dict[str, Any]]:
-    """Settings of the two teachers, with an engine each."""
+    """Return the settings of the two teachers, with an engine each."""
     return {
         source: {
             "model": str(folder / f"teacher-{source}"),
@@ -70,14 +70,14 @@ def teacher_tables(folder: Path, **engines: str) -> dict[str, dict[str, Any]]:
 
 
 def as_toml(value: Any) -> str:
-    """A value as on the command line."""
+    """Return a value as on the command line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name} = {as_toml(inner)}" for name, inner in value.items()) + "}"
     return json.dumps(value)
 
 
 def expected_logprobs(model: Path, input_ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """[T, V] logprobs by transformers, of each token from those before it; row 0 is 0."""
+    """Return transformers' [T, V] logprobs of each token given those before it; row 0 is 0."""
     import torch
 
     with torch.no_grad():
@@ -94,7 +94,7 @@ def _loaded(model: Path) -> Any:
 
 
 def renumber(source: Path, target: Path) -> None:
-    """The same model and the same tokens by other ids: they are numbered backwards."""
+    """Write the same model with its token ids in reverse order."""
     import shutil
 
     from safetensors.torch import load_file, save_file

@@ -1,4 +1,4 @@
-"""The table of docs/guides/security.md, and which of the sockets that listen are not in it."""
+"""The table of docs/guides/security.md, and listening sockets that are not in it."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,17 +11,17 @@ GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "security.md"
 
 
 def documented() -> list[tuple[list[str], list[str]]]:
-    """Patterns of processes and addresses of each row."""
+    """Return the patterns of processes and addresses in each row."""
     rows = [line.split("|") for line in GUIDE.read_text().partition("\n## ")[0].splitlines() if line.startswith("| ")]
     return [(re.findall(r"`([^`]+)`", row[2]), re.findall(r"`([^`]+)`", row[3])) for row in rows[1:]]
 
 
 def undocumented(pids: Iterable[int], *, played: Mapping[int, str] | None = None) -> list[str]:
-    """What listens in these processes and is in no row.
+    """Return listening sockets of these processes that are in no row.
 
     Args:
         pids: Processes.
-        played: Command lines of a process that plays another one.
+        played: Command lines of processes that stand in for others.
     """
     rows = documented()
     found = []
@@ -36,7 +36,7 @@ def undocumented(pids: Iterable[int], *, played: Mapping[int, str] | None = None
 
 
 def command_line(pid: int) -> str:
-    """Words of a process, with spaces between."""
+    """Return the command line of a process, joined by spaces."""
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
 
 

@@ -1,4 +1,4 @@
-"""Faults in the experts of a mixture that a vLLM engine of this process serves."""
+"""Faults in the experts of a mixture served by a vLLM engine in this process."""
 
 import random
 from collections.abc import Callable, Iterable
@@ -14,8 +14,8 @@ class Fault:
     """A fault in the experts of one live layer, drawn by a number.
 
     Attributes:
-        kind: Of FAULTS.
-        named: The tensors that serve something else afterwards; of one element, those among which one does.
+        kind: A kind in FAULTS.
+        named: Tensors that are wrong afterwards; for one element, the candidates.
     """
 
     def __init__(self, number: int, layer: int) -> None:
@@ -25,11 +25,11 @@ class Fault:
         self.named: set[str] = set()
 
     def before(self, worker: Any) -> None:
-        """Remember what is served before the update."""
+        """Record the weights before the update."""
         self._old = self._weight(worker).clone()
 
     def after(self, worker: Any) -> None:
-        """Break what is served after it."""
+        """Break the weights after the update."""
         weight, (one, other) = self._weight(worker), self._draw.sample(range(NUM_EXPERTS), 2)
         if self.kind == "swapped":
             weight[[one, other]] = weight[[other, one]]

@@ -1,4 +1,4 @@
-"""The fuzz of every file format that we read: run as a program, one format in a process of bounded memory."""
+"""Fuzz every file format that we read; run as a program, one format in a process with bounded memory."""
 
 import json
 import os

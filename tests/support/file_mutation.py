@@ -1,4 +1,4 @@
-"""Mutations of valid files, and reading so many of them."""
+"""Mutate valid files and read the mutations."""
 
 import json
 import random
@@ -28,9 +28,9 @@ class Format:
     """A kind of file.
 
     Attributes:
-        file: A valid one, which is mutated in place.
-        read: Reads it.
-        is_others: It is read by somebody else's library.
+        file: A valid file, which is mutated in place.
+        read: Reads the file.
+        is_others: A third-party library reads it.
     """
 
     file: Path
@@ -39,7 +39,7 @@ class Format:
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
-    """The content with one to four changes; of JSON, half the times in its tree."""
+    """Return the content with one to four changes; for JSON, half of them in its tree."""
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         content = _mutated_json(content, rng) if rng.random() < 0.5 else _mutated_bytes(content, rng)
     return content
@@ -92,7 +92,7 @@ def _mutated_json(content: bytes, rng: random.Random) -> bytes:
 
 
 def run_cases(name: str, format_: Format, *, cases: int, seed: int) -> None:
-    """Read so many mutations; what is neither read nor refused with an error of ours ends it, and is kept.
+    """Read a number of mutations; stop at, and keep, a file that is neither read nor refused with one of our errors.
 
     Raises:
         AssertionError: Names the case's file.
@@ -125,5 +125,5 @@ def _hang(_: int, __: FrameType | None) -> None:
 
 
 def watch() -> None:
-    """Have what takes too long raise."""
+    """Raise CaseTooLongError after a time limit."""
     signal.signal(signal.SIGPROF, _hang)

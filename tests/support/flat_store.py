@@ -1,4 +1,4 @@
-"""A store that is as bare as S3: objects by name and nothing else, which can be made to fail."""
+"""An object store as simple as S3, whose operations can be made to fail."""
 
 from datetime import UTC, datetime, timedelta
 from typing import ClassVar
@@ -8,7 +8,7 @@ from fsspec.spec import AbstractFileSystem
 
 
 class FlatStore(AbstractFileSystem):
-    """Objects by name and nothing else: no folders, no renaming, no files, and pages that name the prefix itself."""
+    """Objects by name, without folders, renaming or files; listings include the prefix itself."""
 
     protocol = "flat"
     cachable = False
@@ -17,7 +17,7 @@ class FlatStore(AbstractFileSystem):
     """Empty objects that stand for folders; names end with a slash."""
     sizes_unknown: ClassVar[set[str]] = set()
     failing: ClassVar[dict[str, Exception]] = {}
-    """What an operation raises, by its name."""
+    """Errors of operations by name."""
     knows_create = True
     calls: ClassVar[list[str]] = []
 

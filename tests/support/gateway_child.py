@@ -1,4 +1,4 @@
-"""A gateway in a process of its own, whose memory and files can be looked at from outside."""
+"""A gateway in a separate process, whose memory and files can be inspected from outside."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from gateway_site import gateway_site
 
 
 class GatewayChild:
-    """What its parent knows of it: `url`, `port`, `keys` of sessions, and the process."""
+    """The parent's side: `url`, `port`, `keys` of sessions, and the process."""
 
     def __init__(self, process: "subprocess.Popen[str]", told: dict[str, Any]) -> None:
         self.url, self.keys = str(told["url"]), list(told["keys"])
@@ -24,7 +24,7 @@ class GatewayChild:
 
     @property
     def peak_bytes(self) -> int:
-        """Most memory that it ever held."""
+        """Peak memory of the process."""
         status = (self._proc / "status").read_text(encoding="ascii")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
@@ -35,7 +35,7 @@ class GatewayChild:
 
 @contextlib.contextmanager
 def gateway_child(*, num_sessions: int = 2, files: int = 256, **options: Any) -> Iterator[GatewayChild]:
-    """One that may open `files`, with options of the gateway."""
+    """Start a gateway that may open a number of `files`, with options."""
     given = json.dumps({"num_sessions": num_sessions, "files": files, "options": options})
     process = subprocess.Popen(
         [sys.executable, __file__, given],

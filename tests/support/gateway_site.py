@@ -1,4 +1,4 @@
-"""A gateway on a free port, whose engine says texts, for tests with real clients."""
+"""A gateway on a free port, whose engine generates given texts, for tests with real clients."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -46,7 +46,7 @@ async def gateway_site(
 
 
 def run(test: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    """What a test's coroutine gives, within a minute."""
+    """Run a test's coroutine with a deadline of a minute, and return its result."""
 
     async def within() -> ResultT:
         async with asyncio.timeout(60):

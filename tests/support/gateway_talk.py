@@ -1,4 +1,4 @@
-"""What an agent and the owner of sessions say to a gateway, by its URL."""
+"""Requests of an agent and of a session's owner to a gateway."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from chat_model import TOOLS
 
 
 def plain_client() -> httpx.AsyncClient:
-    """Without TLS, whose certificates take a while to load."""
+    """Client without TLS, whose certificates take time to load."""
     return httpx.AsyncClient(timeout=50, verify=False)
 
 
 async def said(gateway: Any, key: str, messages: list[Any], *, max_retries: int = 0, **fields: Any) -> dict[str, Any]:
-    """What the model says to a conversation."""
+    """Return the model's answer to a conversation."""
     about = {"base_url": f"{gateway.url}/v1", "api_key": key, "max_retries": max_retries}
     async with openai.AsyncOpenAI(**about, http_client=plain_client()) as client:
         whole = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS, **fields)

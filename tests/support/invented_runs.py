@@ -1,4 +1,4 @@
-"""A run's folder as a trainer writes it, invented: sums that a policy learns, with every file that a report reads."""
+"""Write an invented run's folder as a trainer does: a policy learns sums, with every file that a report reads."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,15 +22,15 @@ THOUSANDTH = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InventedRun:
-    """What to write.
+    """The run to write.
 
     Attributes:
-        steps: Of the run.
-        trajectories: Of each step.
-        tokens: About so many in a response.
-        seed: Other seeds write others.
+        steps: Steps of the run.
+        trajectories: Trajectories per step.
+        tokens: Approximate tokens per response.
+        seed: Seed of the content.
         skill: Share of right answers at the end.
-        is_finished: False leaves the run as one that still writes.
+        is_finished: False leaves the run unfinished.
     """
 
     steps: int = 40
@@ -41,12 +41,12 @@ class InventedRun:
     is_finished: bool = True
 
     def write(self, folder: Path, *, texts: Sequence[str] = ()) -> None:
-        """Write all files; the same run gives the same bytes.
+        """Write all files; the same run has the same bytes.
 
         Args:
-            folder: Is made where missing.
-            texts: Hostile ones, say: each is the prompt, response, problem, source and more of a trajectory of its own
-                in the first step.
+            folder: Folder of the run; created if missing.
+            texts: Special texts, such as hostile ones: each becomes the prompt, response, problem, source and more of
+                one trajectory in the first step.
         """
         self.write_records(folder)
         self.write_rollouts(folder, texts=texts)
@@ -165,7 +165,7 @@ class InventedRun:
 
 
 def _strange(text: str) -> RolloutRow:
-    """A trajectory all of whose texts are this one."""
+    """Return a trajectory with this text in every field."""
     return RolloutRow(
         step=1,
         time=START,
@@ -213,7 +213,7 @@ def _distributions(skill: float, random: np.random.Generator) -> Iterator[tuple[
 
 
 def _samples(step: int, skill: float) -> list[GenerationSample]:
-    """Of a validation; the first problems are learnt first."""
+    """Return the samples of a validation; the first problems are learned first."""
     return [
         GenerationSample(
             prompt_uid=f"validation-{problem}",

@@ -1,4 +1,4 @@
-"""What listens: sockets of TCP, UDP and unix domains, by the processes that hold them, as the kernel says."""
+"""Listening TCP, UDP and Unix sockets by process, from the kernel."""
 
 import socket
 import struct
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LISTENS = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
-"""State of a socket that takes what comes; of one that is connected to somebody it is another."""
+"""State of a socket that accepts connections or datagrams; connected sockets have another."""
 ACCEPTS = 0x10000
 
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """A socket that a stranger could reach.
+    """A socket that others can reach.
 
     Attributes:
         kind: "tcp", "udp" or "unix".
-        address: Of an interface, or the path; "@" begins an abstract name.
-        port: 0 for unix domains.
-        pid: A process that holds it.
+        address: Address of an interface, or a path; "@" starts an abstract name.
+        port: Port; 0 for Unix sockets.
+        pid: A process that has it open.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class Listening:
 
 
 def listening_sockets(pids: Iterable[int]) -> set[Listening]:
-    """What these processes listen on; one that has ended has nothing."""
+    """Return the listening sockets of these processes; a process that has ended has none."""
     found: set[Listening] = set()
     for pid in pids:
         held = _inodes(pid)
@@ -47,7 +47,7 @@ def listening_sockets(pids: Iterable[int]) -> set[Listening]:
 
 
 def _rows(pid: int, table: str) -> list[list[str]]:
-    """Rows of a table of this process's network namespace."""
+    """Return the rows of a table of this process's network namespace."""
     return [line.split() for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]]
 
 

@@ -1,4 +1,4 @@
-"""Made-up runs for tests of verdicts: a healthy one, and what to change in it."""
+"""Made-up runs for tests of verdicts: a healthy run, and changes to it."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def noise(scale, *, seed=0, steps=STEPS):
 
 
 def healthy(steps=STEPS):
-    """Metrics of a run that learns: the reward goes from 0.55 to 0.85, the entropy falls to a third."""
+    """Return the metrics of a run that learns: the reward rises from 0.55 to 0.85, the entropy falls to a third."""
     learnt = 1 - np.exp(-np.arange(steps) / 12)
     score = 0.55 + 0.3 * learnt + noise(0.015, steps=steps)
     return {

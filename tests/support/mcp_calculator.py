@@ -1,4 +1,4 @@
-"""An MCP server whose tools add, fail, hang, die and flood: over stdio, or HTTP on the port that it is given."""
+"""An MCP server whose tools add, fail, hang, die and flood, over stdio, or over HTTP on a given port."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ def add(a: int, b: int) -> str:
 
 @server.tool()
 def environment(name: str) -> str:
-    """A variable of the server's environment."""
+    """Return a variable of the server's environment."""
     return os.environ.get(name, "none")
 
 
@@ -42,14 +42,14 @@ def die() -> str:
 
 @server.tool()
 async def dawdle() -> str:
-    """Takes long, while the server answers others."""
+    """Block for long while the server answers others."""
     await asyncio.sleep(600)
     return "late"
 
 
 @server.tool()
 async def freeze() -> str:
-    """Takes long, and the whole server with it."""
+    """Block the whole server for long."""
     time.sleep(600)
     return "late"
 
@@ -62,7 +62,7 @@ def flood(size: int) -> str:
 
 @server.tool()
 def babble(lines: int) -> str:
-    """Write what is no message to stdout, and bytes that are no text."""
+    """Write non-messages and invalid UTF-8 to stdout."""
     for index in range(lines):
         os.write(OUTPUT, f"line {index}\n".encode())
     os.write(OUTPUT, b"\xff\n")
@@ -71,13 +71,13 @@ def babble(lines: int) -> str:
 
 @server.tool()
 def measure() -> CallToolResult:
-    """Give a result without a text."""
+    """Return a result without text."""
     return CallToolResult(content=[], structured_content={"width": 3, "unit": "µm"})
 
 
 @server.tool()
 def spawn(manner: str) -> str:
-    """Start a process that goes on, and tell its process id."""
+    """Start a process that keeps running, and return its process id."""
     sleep = ["sleep", "600"]
     if manner == "orphan":
         command = f"{shlex.join(sleep)} >/dev/null 2>&1 & echo $!"

@@ -1,4 +1,4 @@
-"""Formats of models, checkpoints and prompts, for the fuzz of files: a valid file of each, and what reads it."""
+"""Formats of models, checkpoints and prompts for the fuzz test: a valid file of each, and its reader."""
 
 import json
 from pathlib import Path

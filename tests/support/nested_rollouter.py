@@ -1,4 +1,4 @@
-"""A role that has an engine of its own, in an actor beside its own."""
+"""A role with an engine in a separate actor."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from rl_rollout.testing.engine_calls import short_request
 
 
 class Rollouter:
-    """Has a replica on Ray that takes all CPUs."""
+    """A role whose replica on Ray reserves all CPUs."""
 
     def __init__(self, model_dir: Path, num_cpus: int, cluster: ClusterOptions) -> None:
-        """Nothing is started yet."""
+        """Start without an engine."""
         host = EnginePlacement(
             cluster=cluster,
             pool=ResourcePool(name="engine", size=1, cpus=num_cpus),
@@ -26,12 +26,12 @@ class Rollouter:
         self._replicas = ReplicatedEngine([self._engine])
 
     async def start(self) -> int:
-        """Start the engine; gives its process."""
+        """Start the engine; return its process id."""
         await self._replicas.start()
         return self._engine.pid
 
     async def generate(self) -> Any:
-        """A few tokens, streamed."""
+        """Stream a few tokens."""
         pieces = [piece async for piece in stream(self._replicas, short_request(seed=3))]
         return [token for piece in pieces for token in piece.token_ids.tolist()]
 

@@ -1,4 +1,4 @@
-"""Weights that several senders offer, and an engine that takes them: workers are threads of this process."""
+"""Weights offered by several senders, and an engine that loads them; workers are threads of this process."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class OfferedTo:
-    """An engine of some workers."""
+    """An engine with several workers."""
 
     def __init__(self, num_workers: int = 1) -> None:
         self.sources = WeightSources(num_workers=num_workers)
@@ -77,7 +77,7 @@ def held(tensor: torch.Tensor, rectangle: Rectangle) -> HeldRectangle:
 
 
 class TwoRanks:
-    """A transport in the place of a learner of two tensor-parallel ranks: each sends half of every matrix."""
+    """A transport that acts as a learner with two tensor-parallel ranks: each sends half of every matrix."""
 
     def __init__(self, options: SenderOptions) -> None:
         self.options = options
@@ -91,7 +91,7 @@ class TwoRanks:
         return join_offers(offers, tensors, version=version, tied=tied)
 
     def close(self) -> None:
-        """Not yet: one learner sends all updates; a suite closes its transport after each."""
+        """Do nothing: one learner sends all updates, but a suite closes its transport after each."""
 
     def end(self) -> None:
         for sender in self.senders:
@@ -99,7 +99,7 @@ class TwoRanks:
 
 
 def held_by(rank: int, tensors: Mapping[str, torch.Tensor]) -> list[HeldRectangle]:
-    """The halves of matrices that a rank of two has, as megatron cuts them, and on the first one all vectors."""
+    """Return a rank's halves of matrices, as megatron splits them, and on the first rank all vectors."""
     found = []
     for name, tensor in tensors.items():
         axis = int(name.endswith(("o_proj.weight", "down_proj.weight")))
@@ -116,7 +116,7 @@ def held_by(rank: int, tensors: Mapping[str, torch.Tensor]) -> list[HeldRectangl
 def assert_offered(
     found: Mapping[str, torch.Tensor], update: WeightUpdate, expected: Mapping[str, torch.Tensor]
 ) -> None:
-    """What arrived is what was expected, bit for bit, and what the update says."""
+    """Check that the received tensors equal the expected ones and the update's, bit for bit."""
     assert list(found) == list(update.digests)
     assert set(found) == set(expected)
     for name, tensor in expected.items():

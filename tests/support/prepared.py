@@ -1,4 +1,4 @@
-"""What examples prepare for a test: kept below .nox where it takes long, and without a trace in this process."""
+"""Prepare examples for tests: slow ones are kept below .nox, and this process is left unchanged."""
 
 import hashlib
 from collections.abc import Callable
@@ -9,7 +9,7 @@ LEARNER = ROOT / "packages" / "rl-distill" / "src"
 
 
 def prepared_folder(name: str) -> Path:
-    """A folder for what our learner prepares; another one when the learner's code has changed. It may not be there."""
+    """Return the folder for an example that our learner prepares, by the learner's code; it may not exist."""
     digest = hashlib.sha256()
     for file in sorted(LEARNER.rglob("*.py")):
         digest.update(file.read_bytes())
@@ -19,7 +19,7 @@ def prepared_folder(name: str) -> Path:
 
 
 def prepare_here(prepare: Callable[[], None]) -> None:
-    """Run an example's preparation, which takes two threads, and give later tests the number that they had."""
+    """Run an example's preparation, which uses two threads, and restore the number of threads."""
     import torch
 
     num_threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Roles of an asynchronous run that are killed when the policy is asked about tokens, the first time."""
+"""Roles of an asynchronous run that are killed by the first token probe."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ class MortalLearnerHost(LearnerHost):
 
 
 def die_once(folder: Path) -> None:
-    """Kill this process, where none of the run was killed before."""
+    """Kill this process, unless a process of the run was killed before."""
     if not (folder / DIED).exists():
         (folder / DIED).touch()
         os.kill(os.getpid(), signal.SIGKILL)

@@ -15,12 +15,12 @@ REFERENCE = TaskSpec(name="reference", needs=frozenset({"input_ids"}), gives=fro
 TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids"}))
 LATE = TaskSpec(name="train", needs=frozenset({"reference_logprobs"}))
 LARGE = 20_000
-"""Tokens of a row that gets a slot of its own."""
+"""Tokens of a row that gets its own slot."""
 
 
 @contextmanager
 def open_queues() -> Iterator[Callable[..., InProcessQueue]]:
-    """Opens queues, with TRAIN where no tasks are given, and closes them in the end."""
+    """Opens queues, by default with TRAIN, and closes them at the end."""
     queues: list[InProcessQueue] = []
 
     def opened(directory: Path, *tasks: TaskSpec, **options: Any) -> InProcessQueue:
@@ -34,7 +34,7 @@ def open_queues() -> Iterator[Callable[..., InProcessQueue]]:
 
 
 def crashed(directory: Path) -> Path:
-    """The directory as a crash would leave it now."""
+    """Copy the directory as a crash would leave it now."""
     copy = directory.with_name(f"{directory.name}-crashed")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(directory, copy)
@@ -47,7 +47,7 @@ def put(queue: InProcessQueue, uid: str, session: int = 0, *, large: bool = Fals
 
 
 def ready(queue: InProcessQueue, *, num_prompts: int = 1, num_sessions: int = 1, large: bool = False) -> InProcessQueue:
-    """The queue with prompts whose rows are all there."""
+    """Return the queue with prompts whose rows are complete."""
     queue.issue(make_prompts(num_prompts), num_sessions=num_sessions)
     for prompt in make_prompts(num_prompts):
         for session in range(num_sessions):
@@ -56,10 +56,10 @@ def ready(queue: InProcessQueue, *, num_prompts: int = 1, num_sessions: int = 1,
 
 
 def entries(queue: InProcessQueue) -> list[dict[str, Any]]:
-    """The ledger, to compare."""
+    """Return the ledger in a form to compare."""
     return [msgspec.to_builtins(entry) for entry in queue.ledger()]
 
 
 def uids_of(lease: Lease) -> list[str]:
-    """Leased prompts, in the lease's order."""
+    """Return leased prompts, in the lease's order."""
     return [prompt.uid for prompt in lease.prompts]

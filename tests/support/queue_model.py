@@ -1,4 +1,4 @@
-"""What a transfer queue should do with groups, leases, claims and staleness, without waits, heaps or files."""
+"""Reference model of a transfer queue's groups, leases, claims and staleness, without waits, heaps or files."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ def tasks_of(max_staleness):
 
 @dataclass(eq=False)
 class Group:
-    """What should be known of a prompt; `rows` has the versions of each session's rows, None for no version."""
+    """Expected state of a prompt; `rows` has the versions of each session's rows, None without a version."""
 
     uid: str
     attempt: int = 1
@@ -67,13 +67,13 @@ class Group:
         return (min(found), max(found)) if found else None
 
     def value(self, session):
-        """What the reference says of a row."""
+        """Return the model's expectation of a row."""
         return float(np.float32(-1000.0 * self.attempt - int(self.uid[1:]) - session / 4))
 
 
 @dataclass(eq=False)
 class Held:
-    """A lease or claim that runs."""
+    """An active lease or claim."""
 
     lease: object
     task: str
@@ -82,7 +82,7 @@ class Held:
 
 
 class QueueModel:
-    """Groups, who holds which, and what was dropped; each change is made here as well as in the queue."""
+    """Groups, their holders, and dropped groups; every change of the queue is also made here."""
 
     tasks: dict
     options: QueueOptions
@@ -119,7 +119,7 @@ class QueueModel:
         return [group for group in self.open_groups() if task not in group.acked]
 
     def queue_of(self, task):
-        """Groups that may come next, in the task's order; one that is not ready holds up those after it."""
+        """Return the groups that may come next, in the task's order; a group that is not ready blocks later ones."""
         if self.tasks[task].order == "issue":
             return [group for group in self.possible(task) if group not in self.taken(task)]
         return sorted(filter(lambda group: self.is_ready(group, task), self.groups), key=lambda group: group.arrival)
@@ -145,7 +145,7 @@ class QueueModel:
             self.drops["no rows"] += 1
 
     def leave_claim(self, group):
-        """A claim goes on with its other groups."""
+        """Remove a group from its claim, which keeps the others."""
         for claim in [held for held in self.held.values() if held.task == "generate" and group in held.groups]:
             claim.groups.remove(group)
             if not claim.groups:
@@ -166,7 +166,7 @@ class QueueModel:
         group.acked -= {"reference"}
 
     def expected_named(self, task, uids):
-        """Groups that a lease of these prompts should give, or the error; stale ones are dropped on the way."""
+        """Return the groups that a lease of these prompts should return, or the error; stale ones are dropped."""
         known = {group.uid: group for group in self.groups}
         if len(set(uids)) < len(uids) or any(uid not in known for uid in uids):
             return DataError
@@ -181,7 +181,7 @@ class QueueModel:
         return named if all(self.is_ready(group, task) for group in named) else DeadlineError
 
     def expected_lease(self, task, num_groups, allow_fewer):
-        """Groups that a lease should give, or the error; stale ones are dropped on the way."""
+        """Return the groups that a lease should return, or the error; stale ones are dropped."""
         while True:
             ready = [group for group in self.groups if self.is_ready(group, task)]
             is_last = allow_fewer and 0 < len(ready) == len(self.possible(task))

@@ -1,4 +1,4 @@
-"""Processes of `queue_worker.py`, and what they say."""
+"""Processes of `queue_worker.py`, and their output."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ DEADLINE_S = 60.0
 
 
 class Worker:
-    """A process that says what it does, line by line."""
+    """A process that reports its actions line by line."""
 
     def __init__(self, role: str, address: str) -> None:
         self.role = role

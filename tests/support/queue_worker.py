@@ -1,4 +1,4 @@
-"""A producer or consumer in a process of its own: `python queue_worker.py ROLE ADDRESS`; killed at any moment."""
+"""A producer or consumer in a separate process, which can be killed: `python queue_worker.py ROLE ADDRESS`."""
 
 import itertools
 import sys
@@ -33,7 +33,7 @@ def say(line):
 
 
 def insist(call, *arguments, **options):
-    """Call again while the journal's disk is full."""
+    """Retry while the journal's disk is full."""
     while True:
         try:
             return call(*arguments, **options)
@@ -57,7 +57,7 @@ def produce(queue):
 
 
 def consume(queue, task):
-    """Lease, check, give a column where the task does, ack or, at every other turn, finish; say what was acked."""
+    """Lease, check, add a column if the task does, and ack or, in every other turn, finish; print what was acked."""
     for turn in itertools.count():
         try:
             lease = insist(queue.lease, task, groups=4, deadline_s=DEADLINE_S, lease_s=DEADLINE_S, allow_fewer=True)
@@ -85,7 +85,7 @@ def consume(queue, task):
 
 
 def hang_in_put(queue):
-    """Reserve room, write half of it, and stand still."""
+    """Reserve space, write half of it, and wait."""
 
     def write(self, prepared, place):
         self._mapped(place)[: prepared.size_bytes // 2] = 7
@@ -97,7 +97,7 @@ def hang_in_put(queue):
 
 
 def hold_lease(queue):
-    """Lease, look at the rows, and stand still."""
+    """Lease, read the rows, and wait."""
     lease = queue.lease("train", groups=1, deadline_s=DEADLINE_S)
     say(f"leased {lease.prompts[0].uid} {int(lease.batch.ragged('input_ids')[0].sum())}")
     threading.Event().wait()

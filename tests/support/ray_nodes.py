@@ -1,4 +1,4 @@
-"""A queue on three Ray nodes of one machine, two of which are killed: `python ray_nodes.py`; prints what happened."""
+"""Run a queue on three Ray nodes of one machine and kill two of them: `python ray_nodes.py`; prints the results."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ DEADLINE_S = 60.0
 
 @ray.remote(num_cpus=0)
 class Worker:
-    """Puts or leases on the node that it is placed on."""
+    """Puts or leases on its own node."""
 
     def put(self, queue, uids):
         for uid in uids:

@@ -1,4 +1,4 @@
-"""Roles on three Ray nodes of one machine, one of which is killed: `python ray_role_nodes.py`; prints what happened."""
+"""Run roles on three Ray nodes of one machine and kill one node: `python ray_role_nodes.py`; prints the results."""
 
 import asyncio
 import os

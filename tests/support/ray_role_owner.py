@@ -1,4 +1,4 @@
-"""Starts Ray, and a role with children, in a process that is then killed, or closes everything, as argv says."""
+"""Start Ray and a role with children in a process that is then killed, or close everything, depending on argv."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from rl_core.cluster.ray.session import RayOptions
 
 
 def processes_with(token):
-    """Processes of this host that know a Ray's token, but this one."""
+    """Return other processes of this host that have a Ray cluster's token."""
     if len(token) < 64:
         raise ValueError(f"this is no token: {token!r}")
     found = []

@@ -1,4 +1,4 @@
-"""Reads what a report's page carries, as a browser would."""
+"""Read the data in a report's page, as a browser does."""
 
 import base64
 import json
@@ -37,15 +37,15 @@ class ReadRun:
     """One run of a report.
 
     Attributes:
-        header: What is said of it.
-        columns: Of its charts.
-        index_header: Of its trajectories.
+        header: Header of the run.
+        columns: Columns of its charts.
+        index_header: Header of its trajectories.
         index: Columns of its trajectories.
-        texts: Of each trajectory, as packed.
+        texts: Packed texts of each trajectory.
         tokens: Header and columns of each chunk.
-        samples_header: Of the samples of its validations.
+        samples_header: Header of its validations' samples.
         samples: Columns of the samples.
-        sample_texts: Of each sample, as packed.
+        sample_texts: Packed texts of each sample.
     """
 
     header: dict[str, Any]
@@ -60,14 +60,14 @@ class ReadRun:
 
 
 def scripts_of(page: str) -> list[tuple[dict[str, str | None], str]]:
-    """Attributes and text of each script of a page, in order."""
+    """Return the attributes and text of each script of a page, in order."""
     parser = _Scripts()
     parser.feed(page)
     return parser.found
 
 
 def read_report(file: Path) -> list[ReadRun]:
-    """The runs of a report."""
+    """Return the runs of a report."""
     parts = {attributes["id"]: text for attributes, text in scripts_of(file.read_text()) if "id" in attributes}
     manifest = json.loads(parts["manifest"])
     return [_read_run(name, parts) for name in manifest["runs"]]

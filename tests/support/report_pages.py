@@ -1,4 +1,4 @@
-"""What tests of reports in a browser share."""
+"""Shared parts of tests of reports in a browser."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ READY = "document.documentElement.dataset.ready"
 
 
 def watched(page: Page) -> Iterator[Page]:
-    """A page that must have come to no error, asked nobody, and run nothing of the run's texts."""
+    """Yield a page; check that it had no errors, made no requests, and executed none of the run's texts."""
     page.requests.clear()
     page.errors.clear()
     yield page
@@ -25,7 +25,7 @@ def watched(page: Page) -> Iterator[Page]:
 
 
 def show(page: Page, file: Path, hash_: str = "") -> None:
-    """Open a report from disk, at a view."""
+    """Open a report from disk in a view."""
     page.open("about:blank")
     page.open(f"{file.as_uri()}#{hash_}")
     page.wait(READY)
@@ -34,7 +34,7 @@ def show(page: Page, file: Path, hash_: str = "") -> None:
 def write_run(
     folder: Path, *, rows: Sequence[RolloutRow] = (), metrics: Sequence[Mapping[str, float]] = ({"loss": 0.5},)
 ) -> None:
-    """A run with these trajectories, and these metrics of its steps from 1 on."""
+    """Write a run with these trajectories and these metrics of its steps, from 1."""
     folder.mkdir()
     tracker = JsonlTracker(folder / "metrics.jsonl")
     for step, of_step in enumerate(metrics, 1):
@@ -46,19 +46,19 @@ def write_run(
 
 
 def report_of(folder: Path, *more: Path) -> Path:
-    """The report of runs, beside the first one's folder."""
+    """Write a report of runs beside the first one's folder."""
     file = folder.with_suffix(".html")
     write_report([open_run(one) for one in (folder, *more)], file)
     return file
 
 
 def rows_of(folder: Path) -> list[RolloutRow]:
-    """The trajectories of a run, in the order of the report."""
+    """Return the trajectories of a run, in the report's order."""
     return list(open_run(folder).rollouts())
 
 
 def found(page: Page) -> int:
-    """How many trajectories are listed, once no search is under way."""
+    """Return the number of listed trajectories, after any search has finished."""
     text = page.wait("document.querySelector('progress').hidden && document.getElementById('found').textContent")
     count = re.match(r"[\d,]+", text)
     assert count is not None, text

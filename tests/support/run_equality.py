@@ -1,4 +1,4 @@
-"""When two runs are the same run."""
+"""Compare two runs."""
 
 import json
 
@@ -10,14 +10,14 @@ MEASURED = (
     *("timing_s/", "timing_per_token_ms/", "perf/", "agent_loop/", "memory/", "distribution/generate_s"),
     *("gateway/overhead_ms/", "rollout/rescored"),
 )
-"""Metrics that are measured with a clock, or chosen by one (the slowest), or on engines that a replay does not ask."""
+"""Metrics that depend on a clock, or on engines that a replay does not use."""
 
 ASIDE = frozenset({"slowest_session", "health_finding", "health_finding_over"})
-"""Events that say how a run does, not what became of it; a tiny run is never healthy."""
+"""Events about a run's health, not its result; a tiny run is never healthy."""
 
 
 def learnt(run: TinyRun, *, step: int = 4) -> dict[str, bytes]:
-    """Every file of the last checkpoint but those with wall times; an adapter's names its base, in the run's folder."""
+    """Return every file of the last checkpoint without wall times and without an adapter's path to its base."""
     folder = run.run_folder / "checkpoints" / f"step_{step}"
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     timed = ("trainer.json", "manifest.json")
@@ -38,7 +38,7 @@ def metrics_without_clock(run: TinyRun) -> list[tuple[int, dict[str, float]]]:
 
 
 def differing_metrics(run: TinyRun, expected: TinyRun) -> list[str]:
-    """Each metric that is not the same in both, in words."""
+    """Return a line for each metric that differs."""
     found, wanted = dict(metrics_without_clock(run)), dict(metrics_without_clock(expected))
     return [
         f"step {step}: {name} is {found.get(step, {}).get(name)!r}; expected {wanted.get(step, {}).get(name)!r}"

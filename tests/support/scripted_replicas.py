@@ -1,4 +1,4 @@
-"""Scripted engines behind a `ReplicatedEngine`: each response ends when the test says so."""
+"""Scripted engines behind a `ReplicatedEngine`: each response ends when the test ends it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -35,22 +35,22 @@ class Held:
 
     @property
     def num_running(self) -> int:
-        """Responses that nobody has ended."""
+        """Running responses."""
         return sum(not future.done() for future in self._asked)
 
     @property
     def num_asked(self) -> int:
-        """Responses that were begun."""
+        """Started responses."""
         return len(self._asked)
 
     def finish(self) -> None:
-        """End all responses that run."""
+        """End all running responses."""
         for future in self._asked:
             if not future.done():
                 future.set_result([self._token])
 
     def die(self) -> None:
-        """Fail all responses that run, and serve no more."""
+        """Fail all running responses, and serve no more."""
         self.has_died = True
         for future in self._asked:
             if not future.done():
@@ -65,7 +65,7 @@ class Held:
 
 
 def a_request(seed: int = 0, *, num_samples: int = 1, request_id: str | None = None) -> GenerateRequest:
-    """A prompt of its own for each seed."""
+    """Return a different prompt for each seed."""
     return GenerateRequest(
         input_ids=np.array([seed + 1, 2, 3], np.int32),
         sampling=SamplingParams(max_tokens=4, seed=seed),
@@ -75,17 +75,17 @@ def a_request(seed: int = 0, *, num_samples: int = 1, request_id: str | None = N
 
 
 def an_update(version: int) -> WeightUpdate:
-    """One tensor, full of its version."""
+    """Return one tensor filled with its version."""
     return TensorTransport().pack({"a.weight": torch.full((2, 2), float(version))}, version=version, tied={})
 
 
 def a_canary() -> Canary:
-    """What scripted engines give it."""
+    """Return a scripted engine's canary."""
     return Canary(sequences=[np.array([1, 2, 3], np.int32)], logprobs=[np.array([0, -1, -1], np.float32)])
 
 
 def run_with(held: Sequence[Held], work: Callable[[ReplicatedEngine], Awaitable[Any]]) -> Any:
-    """Do something with replicas of these, which are closed in the end."""
+    """Run something with replicas of these engines, which are closed at the end."""
 
     async def go() -> Any:
         engine = ReplicatedEngine([one.engine for one in held])
@@ -100,15 +100,15 @@ def run_with(held: Sequence[Held], work: Callable[[ReplicatedEngine], Awaitable[
 
 
 def ask(engine: ReplicatedEngine, *seeds: int, **options: Any) -> "list[asyncio.Future[list[Generation]]]":
-    """Begin a request for each seed."""
+    """Start a request for each seed."""
     return [asyncio.ensure_future(engine.generate(a_request(seed, **options))) for seed in seeds]
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
-    """Let the event loop turn until a condition holds.
+    """Run the event loop until a condition holds.
 
     Raises:
-        AssertionError: It does not.
+        AssertionError: The condition does not hold in time.
     """
     for _ in range(1000):
         if condition():

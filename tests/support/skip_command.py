@@ -1,4 +1,4 @@
-"""`rl-rollout cache` for its tests: caches to look into, and a run of the command that checks what it prints."""
+"""`rl-rollout cache` for its tests: caches to inspect, and a run of the command that checks its output."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def fill(directory: str | Path, steps=(1, 2, 3), *, groups=None, policy=None, ki
 
 
 def forge(folder: Path, name: str, **fields) -> None:
-    """Give an entry a manifest that says something else, with the right checksum."""
+    """Change an entry's manifest, with the right checksum."""
     path = folder / name / "manifest.json"
     path.write_bytes(encode_manifest(msgspec.structs.replace(decode_manifest(path.read_bytes(), path=""), **fields)))
 

@@ -1,4 +1,4 @@
-"""Entries of a skip cache made by somebody who gets every checksum right, and a child process that reads them."""
+"""Forged entries of a skip cache with valid checksums, and a child process that reads them."""
 
 import hashlib
 import json
@@ -25,12 +25,12 @@ DEADLINE_S = 240.0
 
 
 def file_spec(size_bytes: int | str, crc32c: int) -> dict[str, Any]:
-    """What a manifest says of a file."""
+    """Return a manifest's description of a file."""
     return {"size_bytes": size_bytes, "crc32c": crc32c}
 
 
 class Forgery:
-    """An entry on disk that is changed at will; `seal` makes all checksums right."""
+    """An entry on disk to be changed; `seal` updates all checksums."""
 
     def __init__(self, entry: Path) -> None:
         self.entry = entry
@@ -56,7 +56,7 @@ class Forgery:
         self.put_metadata(name, {**self.metadata(name), **fields})
 
     def chunk(self, name: str, index: int = 0) -> bytes:
-        """A chunk without its checksum."""
+        """Return a chunk without its checksum."""
         return (self.arrays / name / "c" / str(index)).read_bytes()[:-4]
 
     def put_chunk(self, name: str, body: bytes, index: int = 0) -> None:
@@ -65,7 +65,7 @@ class Forgery:
         self.specs[name]["chunks"][index] = file_spec(len(body) + 4, crc)
 
     def put_array(self, name: str, values: np.ndarray, *, compress: bool = False) -> None:
-        """Put an array in place of one, or add it."""
+        """Replace or add an array."""
         spec, files = encode_array(values, plan_array(values, compress=compress))
         shutil.rmtree(self.arrays / name, ignore_errors=True)
         for file, content in files.items():
@@ -81,7 +81,7 @@ class Forgery:
         }
 
     def records(self) -> Any:
-        """Of the groups that `make_entry` stored."""
+        """Key of the groups that `make_entry` stored."""
         return json.loads(dict(iter_arrays(make_groups()))["records"].tobytes())
 
     def put_records(self, content: Any) -> None:
@@ -99,14 +99,14 @@ class Forgery:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What reading an entry did in a process of its own.
+    """Effects of reading an entry in a separate process.
 
     Attributes:
-        error: Name of what was raised; None when it was read.
-        message: Of the error.
-        events: What the interpreter's audit hooks told that reading has no need of: imports, code, processes.
+        error: Name of the exception; None if the entry was read.
+        message: Message of the error.
+        events: Suspicious events of the interpreter's audit hooks: imports, code, processes.
         growth_mib: How much the process's peak memory grew.
-        processor_s: Processor time it took.
+        processor_s: Processor seconds.
     """
 
     error: str | None
@@ -117,13 +117,13 @@ class Outcome:
 
 
 def make_entry(root: Path, *, compress: bool) -> Path:
-    """An entry of `make_groups()`; its folder."""
+    """Write an entry of `make_groups()`; return its folder."""
     EntryStore(str(root), compress=compress).write(KEY, make_groups(), fingerprint={"seed": 1}, generate_s=1.0)
     return root / KEY.name
 
 
 def forge(entry: Path, change: Callable[[Forgery], object]) -> None:
-    """Change an entry, and make its checksums right, unless the change gives True: it wrote the manifest itself."""
+    """Change an entry and update its checksums, unless the change returns True because it wrote the manifest itself."""
     forgery = Forgery(entry)
     if change(forgery) is not True:
         forgery.seal()
@@ -132,7 +132,7 @@ def forge(entry: Path, change: Callable[[Forgery], object]) -> None:
 def read_in_child(roots: Mapping[str, Path], *, limit_mib: int) -> dict[str, Outcome]:
     """Read the entry of each folder in one process, whose memory may grow by `limit_mib`.
 
-    A name is missing where the process did not survive it, or took too long.
+    A name is missing if the process died or took too long.
     """
     path = os.pathsep.join(part for part in sys.path if part)
     asked = json.dumps({name: str(root) for name, root in roots.items()})

@@ -1,4 +1,4 @@
-"""Stores an entry on ever larger disks of memory, and says for each how that went; needs the right to mount."""
+"""Store an entry on memory disks of increasing size, and print each result; needs permission to mount."""
 
 import json
 import os
@@ -15,7 +15,7 @@ NO_MOUNT = 77
 
 
 def main() -> int:
-    """Mount, store, look, unmount."""
+    """Mount, store, check, unmount."""
     place = Path(sys.argv[1])
     for kib in range(4, 160, 8):
         mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", str(place)]

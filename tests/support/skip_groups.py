@@ -1,4 +1,4 @@
-"""Groups of rollouts for the tests of skip caches, and what makes two of them the same."""
+"""Groups of rollouts for tests of skip caches, and their comparison."""
 
 import json
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ PROMPT_FIELDS = ("uid", "data_source")
 def make_groups(
     num_prompts: int = 2, group_size: int = 2, seed: int = 0, *, min_tokens: int = 8, max_tokens: int = 24
 ) -> list[GroupResult]:
-    """Groups of one plain trajectory a session, ragged, sampled by version 3; equal for equal arguments."""
+    """Return ragged groups with one plain trajectory per session, sampled by version 3; equal for equal arguments."""
     rng = np.random.default_rng(seed)
     return [_group(rng, f"p{index}", group_size, (min_tokens, max_tokens)) for index in range(num_prompts)]
 
 
 def make_prompts_of(groups: Sequence[GroupResult]) -> list[Prompt]:
-    """The prompts that groups were made of."""
+    """Return the prompts of groups."""
     return [group.prompt for group in groups]
 
 
 def assert_same_groups(found: Sequence[GroupResult], expected: Sequence[GroupResult]) -> None:
-    """Every field of every record is equal, to the bit and of the same type; a failed group's exception is not kept."""
+    """Return True if every field of every record has equal bits and type; a failed group's exception is ignored."""
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         _assert_same_prompt(a.prompt, b.prompt)
@@ -70,7 +70,7 @@ def _assert_same_bits(a: np.ndarray, b: np.ndarray, name: str) -> None:
 
 
 def _text(value: object) -> str:
-    """JSON, in which 1 is not 1.0, nor True, and NaN is NaN."""
+    """Compare JSON strictly: 1 differs from 1.0 and True, and NaN equals NaN."""
     return json.dumps(value)
 
 

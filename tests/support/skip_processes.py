@@ -1,4 +1,4 @@
-"""Starts, kills and hears the processes of `skip_worker`."""
+"""Start, kill and read the processes of `skip_worker`."""
 
 import json
 import os
@@ -15,7 +15,7 @@ DEADLINE_S = 120.0
 
 
 class Worker:
-    """One process, and what it said."""
+    """One process and its output."""
 
     def __init__(self, owner: "Workers", pid: int, said: Path) -> None:
         self._owner = owner
@@ -34,7 +34,7 @@ class Worker:
         os.kill(self.pid, number)
 
     def wait(self) -> int:
-        """Until it is over; its exit status, or the negative number of the signal that ended it."""
+        """Wait for its end; return its exit status, or the negative number of the signal that ended it."""
         status = int(self._owner.ask(f"wait {self.pid}"))
         self.is_over = True
         return status
@@ -44,14 +44,14 @@ class Worker:
         assert self.wait() == -signal.SIGKILL, self.lines
 
     def result(self) -> list[str]:
-        """All that it said between "ready" and "done", once it is done."""
+        """Return its output between "ready" and "done", once it is done."""
         assert self.wait() == 0
         assert self.lines[-1] == "done", self.lines[-1]
         return self.lines[1:-1]
 
 
 class Workers:
-    """A process that has imported everything, and forks workers."""
+    """A process with all imports done, which forks workers."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Reads entries one after the other, each in a process of its own, and says what that did; see `skip_forgery`."""
+"""Read entries one after the other, each in a separate process, and print the effects; see `skip_forgery`."""
 
 import json
 import os
@@ -34,7 +34,7 @@ EXPECTED = {
 
 
 def warm() -> None:
-    """Read a good entry and a broken one: whatever is imported or compiled when it is first needed, is now."""
+    """Read a good entry and a broken one, so that everything lazy is imported and compiled."""
     for compress in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
@@ -60,7 +60,7 @@ def peak_mib() -> float:
 
 
 def read(name: str, root: str, limit_mib: int) -> None:
-    """In a child: read, and print what that did."""
+    """In a child: read an entry, and print the effects."""
     limit = address_space_bytes() + (limit_mib << 20) + (256 << 20)  # the stacks of four threads, and their arenas
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     signal.alarm(MAX_S)
@@ -87,7 +87,7 @@ def read(name: str, root: str, limit_mib: int) -> None:
 
 
 def main() -> None:
-    """Read all that is asked for on standard input."""
+    """Read all entries named on standard input."""
     asked = json.load(sys.stdin)
     warm()
     for name, root in asked.items():

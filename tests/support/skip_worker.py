@@ -1,6 +1,6 @@
 """Writers and readers of skip caches in processes that can be killed; see `skip_processes`.
 
-Imports once, then forks a process for each line of standard input, which is a JSON object with a `role`.
+It imports once, then forks a process for each line of standard input, a JSON object with a `role`.
 """
 
 import json
@@ -21,18 +21,18 @@ Say = Callable[[str], None]
 
 
 def groups_of(number: int) -> list[Any]:
-    """What the writers store as this number, large enough for several chunks of work."""
+    """Return the groups that writers store for a number, large enough for several chunks."""
     return make_groups(4, 4, seed=number, max_tokens=200)
 
 
 def write(store: EntryStore, key: EntryKey, number: int, *, replace: bool) -> bool:
-    """Store what belongs to a number; the fingerprint says which."""
+    """Store the groups of a number, which the fingerprint identifies."""
     fingerprint = {"number": number}
     return store.write(key, groups_of(number), fingerprint=fingerprint, generate_s=1.0, replace=replace) is not None
 
 
 def read(store: EntryStore, key: EntryKey) -> int | None:
-    """The number of a stored entry, whose every byte is compared with what belongs to it."""
+    """Return the number of a stored entry, after comparing all its bytes with the expected ones."""
     entry = store.read(key)
     if entry is None:
         return None
@@ -42,7 +42,7 @@ def read(store: EntryStore, key: EntryKey) -> int | None:
 
 
 def replace_for_ever(store: EntryStore, say: Say, **_: Any) -> None:
-    """Store 1, 2, 3 and so on, each in place of the one before."""
+    """Store 1, 2, 3 and so on, each replacing the one before."""
     for number in range(1, 1 << 20):
         say(f"start {number}")
         write(store, KEY, number, replace=True)
@@ -56,7 +56,7 @@ def add_for_ever(store: EntryStore, say: Say, **_: Any) -> None:
 
 
 def race(store: EntryStore, say: Say, *, number: int, rival: int, replace: bool, rounds: int, meet: str) -> None:
-    """Store one entry a round, each at the instant at which the rival is ready too."""
+    """Store one entry per round, at the same moment as the rival."""
     for step in range(1, rounds + 1):
         Path(meet, f"{step}-{number}").touch()
         while not Path(meet, f"{step}-{rival}").exists():
@@ -65,7 +65,7 @@ def race(store: EntryStore, say: Say, *, number: int, rival: int, replace: bool,
 
 
 def read_until(store: EntryStore, say: Say, *, stop: str, step: int | None = None, **_: Any) -> None:
-    """Read every entry, or one step's, again and again, until a file is there."""
+    """Read every entry, or one step's, repeatedly until a file exists."""
     found: dict[str, int] = {}
     while not Path(stop).exists():
         for key in store.entries() if step is None else [EntryKey(step=step)]:
@@ -75,7 +75,7 @@ def read_until(store: EntryStore, say: Say, *, stop: str, step: int | None = Non
 
 
 def keep_pruning(store: EntryStore, say: Say, *, stop: str, max_bytes: int, first: int) -> None:
-    """Store step after step, and prune after each, until a file is there."""
+    """Store step after step, and prune after each, until a file exists."""
     step = first
     while not Path(stop).exists():
         write(store, EntryKey(step=step), step, replace=True)
@@ -88,7 +88,7 @@ ROLES = {each.__name__: each for each in (replace_for_ever, add_for_ever, race, 
 
 
 def run(asked: dict[str, Any]) -> None:
-    """In a child: do what is asked, and say how it went, line by line, in a file."""
+    """In a child: run the request, and write the results to a file line by line."""
     said = os.open(asked.pop("said"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def say(line: str) -> None:
@@ -108,7 +108,7 @@ def answer(number: int) -> None:
 
 
 def main() -> None:
-    """Fork for each line; `wait PID` waits for one and says its status."""
+    """Fork for each line; `wait PID` waits for a child and prints its status."""
     with tempfile.TemporaryDirectory() as folder:  # whatever zarr starts, it has started before the first fork
         store = EntryStore(folder)
         write(store, KEY, 1, replace=False)

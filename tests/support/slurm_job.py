@@ -21,7 +21,7 @@ UNSET = ("RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
 
 
 def node_of(pid: int) -> str:
-    """The address of the node that a process runs on."""
+    """Return the address of a process's node."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return next(one.partition(b"=")[2].decode() for one in variables if one.startswith(b"SLURMD_NODENAME="))
 

@@ -1,4 +1,4 @@
-"""Compares the losses of examples/stacks with the stack's own; run by the stack's interpreter, with its name."""
+"""Compare the losses of examples/stacks with the stack's own; run with the stack's interpreter and its name."""
 
 import sys
 import tempfile
@@ -12,7 +12,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 
 def check_trl() -> None:
-    """TRL's loss and ours are equal on each micro-batch of a run, and the run learns."""
+    """Check that TRL's loss and ours are equal on each micro-batch of a run, and that the run learns."""
     import trl
     import trl_objectives
 
@@ -44,7 +44,7 @@ def check_trl() -> None:
 
 
 def check_verl() -> None:
-    """Losses and gradients equal verl's, by the names under which verl finds them."""
+    """Check that losses and gradients equal verl's, under the names registered in verl."""
     import numpy as np
     import verl_objectives
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn, register_policy_loss

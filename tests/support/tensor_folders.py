@@ -1,4 +1,4 @@
-"""A small torch_dist folder, and reading it whole."""
+"""Write a small torch_dist folder, and read it completely."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def read_all(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def is_refused_or_right(directory: Path) -> bool:
-    """True when it is refused; fails where other numbers come out, or another error."""
+    """Return True if the folder is refused; fail on other values or another error."""
     try:
         found = read_all(directory)
     except CheckpointError:
@@ -50,6 +50,6 @@ def is_refused_or_right(directory: Path) -> bool:
 
 
 def write_example(directory: Path) -> Path:
-    """TENSORS from two ranks, which have half of "a" each."""
+    """Write TENSORS from two ranks, which have half of "a" each."""
     halves = [piece("a", A, (row, 0), (2, 6)) for row in (0, 2)]
     return write(directory, [[halves[0], piece("b", B), piece("s", TENSORS["s"])], [halves[1]]])

@@ -15,7 +15,7 @@ PROMPTS_PER_STEP = 4
 GROUP_SIZE = 4
 REWARDS_PER_STEP = PROMPTS_PER_STEP * GROUP_SIZE
 REWARDS_BEFORE_STEP_1 = NUM_PROBLEMS["validation"] + NUM_PROBLEMS["test"]
-"""The evaluation of the untrained policy; the rehearsal imports the reward's file for itself."""
+"""Reward calls to evaluate the untrained policy; the rehearsal imports the reward's file separately."""
 
 REWARD = '''"""Share of even digits; from a given call on it waits, so that a test can stop the run at a known place."""
 
@@ -95,26 +95,26 @@ details_every = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyRun:
-    """Inputs of a run in a folder of their own.
+    """Inputs of a run in their own folder.
 
     Attributes:
-        folder: Has policy/, the problems, reward.py and settings.toml; the run's folder is runs/tiny.
+        folder: Folder with policy/, the problems, reward.py and settings.toml; the run's folder is runs/tiny.
     """
 
     folder: Path
 
     @property
     def settings_file(self) -> Path:
-        """What `train` is given."""
+        """Path of the settings file."""
         return self.folder / "settings.toml"
 
     @property
     def run_folder(self) -> Path:
-        """Where the run writes."""
+        """Folder of the run."""
         return self.folder / "runs" / "tiny"
 
     def train_words(self, *words: str, **settings: Any) -> list[str]:
-        """Arguments of `rl-sync-trainer`; `trainer__steps=3` is `--trainer.steps=3`."""
+        """Return arguments of `rl-sync-trainer`; `trainer__steps=3` becomes `--trainer.steps=3`."""
         changes = [f"--{name.replace('__', '.')}={written(value)}" for name, value in settings.items()]
         return ["train", str(self.settings_file), *words, *changes]
 
@@ -128,7 +128,7 @@ class TinyRun:
 
 
 def train_here(run: TinyRun, *words: str, **settings: Any) -> int:
-    """Run the command in this process, which saves its imports; gives the exit status."""
+    """Run the command in this process, which saves its imports; return the exit status."""
     import torch
 
     from rl_sync_trainer.main import main
@@ -143,7 +143,7 @@ def train_here(run: TinyRun, *words: str, **settings: Any) -> int:
 
 
 def written(value: Any) -> str:
-    """A value as on the command line."""
+    """Return a value as on the command line."""
     return str(value).lower() if isinstance(value, bool | None) else str(value)
 
 
@@ -161,7 +161,7 @@ def make_tiny_run(folder: Path) -> TinyRun:
 
 
 def copy_tiny_run(source: TinyRun, folder: Path) -> TinyRun:
-    """The same inputs in another folder, without the runs."""
+    """Copy the inputs to another folder, without the runs."""
     shutil.copytree(
         source.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("runs", "released", "held")
     )
@@ -198,7 +198,7 @@ def make_tiny_policy(
 
 
 def example_module(name: str) -> ModuleType:
-    """A module of the arithmetic example, whose scripts import their neighbours by name."""
+    """Import a module of the arithmetic example, whose scripts import their neighbours by name."""
     if name in sys.modules:
         return sys.modules[name]
     if str(ARITHMETIC) not in sys.path:

@@ -1,4 +1,4 @@
-"""What trackers wrote, read back as their own programs read it."""
+"""Read trackers' files as their own programs do."""
 
 import html
 import json
@@ -12,10 +12,10 @@ from rl_core.testing import wait_until
 
 
 def wandb_attempts(folder: Path) -> list[Path]:
-    """The folders of a run's attempts, once wandb's own process has written all: `finish` does not wait for that.
+    """Return the folders of a run's attempts after wandb's own process has written all, which `finish` does not await.
 
     Raises:
-        TimeoutError: An attempt was not finished; on a busy machine it takes seconds.
+        TimeoutError: An attempt was not finished in time; on a busy machine this takes seconds.
     """
     import wandb
 
@@ -26,7 +26,7 @@ def wandb_attempts(folder: Path) -> list[Path]:
 
 
 def _is_finished(attempt: Path) -> bool:
-    """True when the last record, of the run's exit, can be read."""
+    """Return True if the last record, the run's exit, can be read."""
     from google.protobuf.message import DecodeError
 
     try:
@@ -36,7 +36,7 @@ def _is_finished(attempt: Path) -> bool:
 
 
 def wandb_records(attempt: Path) -> Iterator[Any]:
-    """What wandb wrote: a log of blocks of 32 KiB, as LevelDB's, behind seven bytes; a record may be in parts."""
+    """Read wandb's log: seven bytes, then blocks of 32 KiB as in LevelDB; a record may be split."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = attempt.glob("*.wandb")
@@ -56,13 +56,13 @@ def wandb_records(attempt: Path) -> Iterator[Any]:
 
 
 def wandb_history(attempt: Path) -> list[dict[str, Any]]:
-    """The rows; a value in a part of an entry has the keys of both: "val/generations|path"."""
+    """Return the rows; a nested value has the keys of both levels: "val/generations|path"."""
     rows = (record.history.item for record in wandb_records(attempt) if record.HasField("history"))
     return [{"|".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items} for items in rows]
 
 
 def tensorboard_events(directory: Path) -> Any:
-    """As tensorboard's pages read it."""
+    """Events, read as by TensorBoard's pages."""
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(directory), size_guidance={"tensors": 0})
@@ -71,7 +71,7 @@ def tensorboard_events(directory: Path) -> Any:
 
 
 def tensorboard_series(directory: Path, tag: str) -> list[tuple[int, Any]]:
-    """(step, value) of a tag."""
+    """Return (step, value) of a tag."""
     from tensorboard.util.tensor_util import make_ndarray
 
     events = tensorboard_events(directory).Tensors(tag)
@@ -79,6 +79,6 @@ def tensorboard_series(directory: Path, tag: str) -> list[tuple[int, Any]]:
 
 
 def table_cells(page: str) -> list[list[str]]:
-    """The texts of a table's rows, as a browser shows them."""
+    """Return the texts of a table's rows, as a browser shows them."""
     rows = re.findall(r"<tr>(.*?)</tr>", page, flags=re.S)
     return [[html.unescape(cell) for cell in re.findall(r"<t[dh]>(.*?)</t[dh]>", row, flags=re.S)] for row in rows]

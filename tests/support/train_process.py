@@ -1,4 +1,4 @@
-"""The command in a process of its own, watched by conditions with deadlines."""
+"""The command in a separate process, observed by conditions with deadlines."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ ENVIRONMENT = {
 
 
 class TrainProcess:
-    """A trainer's command with a mark in its environment, so that whatever it leaves behind is found."""
+    """A trainer's command with a mark in its environment, by which leftover processes are found."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class TrainProcess:
 
         Args:
             words: Arguments of the command.
-            output: File for what it says.
-            environment: Set beside this process's own.
-            module: The command, as `python -m` takes it.
-            columns: Width of the terminal that it writes to; None has it write to the file.
+            output: File for its output.
+            environment: Variables beside this process's own.
+            module: Module for `python -m`.
+            columns: Width of its terminal; None writes to the file.
         """
         self.output = output
         self._terminal = None if columns is None else Terminal(output, columns)
@@ -74,26 +74,26 @@ class TrainProcess:
 
     @property
     def text(self) -> str:
-        """What it said so far."""
+        """Its output so far."""
         return self.output.read_text(errors="replace")
 
     def close_terminal(self) -> None:
-        """Close its terminal, as people close a window; `resize_terminal` makes it narrower or wider."""
+        """Close its terminal, as users close a window."""
         assert self._terminal is not None
         self._terminal.close()
 
     def resize_terminal(self, columns: int) -> None:
-        """Tell it of another width when it draws next."""
+        """Change the width of its terminal before it draws next."""
         assert self._terminal is not None
         self._terminal.resize(columns)
 
     @property
     def status(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Exit status; None while it runs."""
         return self._process.poll()
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
-        """Its exit status, negative where a signal ended it."""
+        """Wait for its exit status, negative after a signal."""
         try:
             return self._process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -101,7 +101,7 @@ class TrainProcess:
             raise AssertionError(f"still running after {deadline_s:g} s; it said:\n{self.text}") from None
 
     def wait_until(self, condition: Callable[[], Any], what: str) -> None:
-        """Return when the condition holds; fail when the process ends first, or at the deadline."""
+        """Return once the condition holds; fail if the process ends first, or at the deadline."""
         end = monotonic() + DEADLINE_S
         while not condition():
             try:
@@ -114,25 +114,25 @@ class TrainProcess:
                 raise AssertionError(f"it ended with {status} before {what}; it said:\n{self.text}")
 
     def signal(self, number: int) -> None:
-        """Signal the process alone."""
+        """Send a signal to the process only."""
         self._process.send_signal(number)
 
     def signal_group(self, number: int) -> None:
-        """Signal it and its children, as a terminal does for Ctrl-C."""
+        """Send a signal to it and its children, as a terminal does for Ctrl-C."""
         os.killpg(self.pid, number)
 
     def children(self) -> list[int]:
-        """Processes that it started and that run."""
+        """Return its running child processes."""
         return [pid for pid in marked_processes(self._mark) if pid != self.pid]
 
     def _abort(self) -> None:
-        """End it, whatever it does; its last words are the stacks of its threads."""
+        """End it in any state, after it has printed the stacks of its threads."""
         self._process.send_signal(signal.SIGABRT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10.0)
 
     def kill_all(self) -> None:
-        """Kill it and everything that it started, at once."""
+        """Kill it and all its child processes at once."""
         while left := marked_processes(self._mark):
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -141,19 +141,19 @@ class TrainProcess:
         self._process.wait()
 
     def leftovers(self) -> list[str]:
-        """Processes of its that outlive it, with their commands; those that the kernel is killing get a moment."""
+        """Return its processes that outlive it, with their commands; dying processes get a moment to end."""
         end = monotonic() + DEADLINE_S  # Ray's agents look now and then for their raylet; roles may take 10 s to end
         while (left := marked_processes(self._mark)) and monotonic() < end:
             signal.sigtimedwait([], TICK_S)
         return [f"{pid} {command_of(pid)}" for pid in left]
 
     def end(self) -> None:
-        """Kill what is left of it."""
+        """Kill its remaining processes."""
         self.kill_all()
 
 
 class Terminal:
-    """A terminal whose text goes to a file."""
+    """A terminal that writes to a file."""
 
     def __init__(self, output: Path, columns: int) -> None:
         """Open it with a width."""
@@ -166,18 +166,18 @@ class Terminal:
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """Its other end, for a child."""
+        """Return the child's end."""
         try:
             yield self._theirs
         finally:
             os.close(self._theirs)
 
     def resize(self, columns: int) -> None:
-        """Make it narrower or wider."""
+        """Change its width."""
         termios.tcsetwinsize(self._ours, (24, columns))
 
     def close(self) -> None:
-        """Close it; who writes to it gets an error from now on."""
+        """Close it; later writes to it fail."""
         self._is_closed.set()
         self._thread.join(DEADLINE_S)
 
@@ -190,7 +190,7 @@ class Terminal:
 
 
 def command_of(pid: int) -> str:
-    """What a process runs; empty once it is gone."""
+    """Return a process's command; empty once it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:300]
     except (FileNotFoundError, ProcessLookupError):
@@ -198,7 +198,7 @@ def command_of(pid: int) -> str:
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Processes that run with this in their environment, in whatever session."""
+    """Return running processes with this text in their environment, in any session."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -216,14 +216,14 @@ def marked_processes(mark: str) -> list[int]:
 def training(
     run: TinyRun, *words: str, hold_after: int | None = None, columns: int | None = None, **settings: Any
 ) -> Iterator[TrainProcess]:
-    """A training process; killed at the end, where it still runs.
+    """A training process; killed at the end if it still runs.
 
     Args:
         run: Its inputs.
-        words: Such as "--resume".
-        hold_after: Reward calls after which every further one waits for `released`.
-        columns: Width of the terminal that it writes to; None has it write to a file.
-        settings: Such as trainer__steps=3.
+        words: Further arguments, such as "--resume".
+        hold_after: Number of reward calls after which every further one waits for `released`.
+        columns: Width of its terminal; None writes to a file.
+        settings: Settings such as trainer__steps=3.
     """
     (run.folder / "held").unlink(missing_ok=True)
     (run.folder / "released").unlink(missing_ok=True)
@@ -238,19 +238,19 @@ def training(
 
 
 def wait_until_held(process: TrainProcess, run: TinyRun) -> None:
-    """Return when a reward call waits: rollouts are under way."""
+    """Return once a reward call waits, so rollouts are in progress."""
     process.wait_until((run.folder / "held").exists, "a held reward call")
 
 
 def drive(cases: Mapping[str, Mapping[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
-    """Run commands, one after the other, in one fresh interpreter.
+    """Run commands one after the other in one fresh interpreter.
 
     Args:
-        cases: For each name the `words` of a command, and the `environment` that it gets.
-        folder: Where they run.
+        cases: The `words` of a command and its `environment`, by name.
+        folder: Working directory.
 
     Returns:
-        For each name what `command_driver.run_case` says.
+        Result of `command_driver.run_case` by name.
     """
     (folder / "cases.json").write_text(json.dumps(cases))
     files = [str(folder / "cases.json"), str(folder / "results.json")]

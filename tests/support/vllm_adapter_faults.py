@@ -1,4 +1,4 @@
-"""What can go wrong with an adapter in a vLLM engine of this process."""
+"""Faults of an adapter in a vLLM engine of this process."""
 
 import asyncio
 import random
@@ -18,12 +18,12 @@ from rl_rollout.engines.weight_checks import module_of
 from rl_rollout.testing.reference_model import TIED_HEAD, make_adapter, perturbed
 
 RANK = 4
-"""vLLM's slots are of rank 8."""
+"""Rank of vLLM's slots."""
 Tensors = dict[str, torch.Tensor]
 
 
 class Served:
-    """An engine with the folder's weights, and what is published to it."""
+    """An engine with the folder's weights, and the updates published to it."""
 
     def __init__(self, engine: VLLMEngine, folder: Path) -> None:
         self.engine = engine
@@ -54,14 +54,14 @@ def manager_of(worker: Any) -> Any:
 
 
 class Fault:
-    """What goes wrong in the engine with one update, drawn by a number.
+    """A fault in the engine with one update, drawn by a number.
 
     Attributes:
-        update: That is published.
-        instead: What the worker does when it is given the adapter; None takes it as it must.
-        after: What happens to the worker afterwards.
-        reset: What is done in the place of a reset of the caches.
-        named: What the proof's error must say, or the tensor that it must name.
+        update: The published update.
+        instead: Replaces the worker's loading of the adapter; None loads it correctly.
+        after: Changes the worker afterwards.
+        reset: Replaces the reset of the caches.
+        named: Text of the proof's error, or the tensor that it must name.
     """
 
     def __init__(self, served: Served, number: int) -> None:

@@ -1,4 +1,4 @@
-"""`python -m warm_probe WORDS`: says what a process sees of itself; 3 is its exit status."""
+"""`python -m warm_probe WORDS`: print a process's view of itself; the exit status is 3."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The command line where no run is under way."""
+"""The command line without a running run."""
 
 import importlib.metadata
 import json

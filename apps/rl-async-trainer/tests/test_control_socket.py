@@ -1,4 +1,4 @@
-"""The control socket of a run: closed to other users, and nothing of it stays after a kill."""
+"""The control socket of a run: closed to other users, and removed even after a kill."""
 
 import asyncio
 import json

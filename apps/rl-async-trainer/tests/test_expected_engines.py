@@ -1,4 +1,4 @@
-"""`scale` and weights over the network: the learner listens for as many engines as there are to be, deaths or not."""
+"""`scale` with weights over the network: the learner expects as many engines as requested, despite deaths."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The record of a run over several attempts."""
+"""The record of a run over several launches."""
 
 from pathlib import Path
 

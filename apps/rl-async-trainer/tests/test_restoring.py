@@ -1,4 +1,4 @@
-"""The schedule of a run that goes on: what the ledger says of groups counts as it did before."""
+"""The schedule of a resumed run: it counts groups in the ledger as before."""
 
 from types import SimpleNamespace
 from typing import Any

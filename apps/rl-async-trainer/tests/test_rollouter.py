@@ -1,4 +1,4 @@
-"""The rollouter: what it tells of a group whose sessions are not all its own, and how it gives weights."""
+"""The rollouter: its events for partly settled groups, and how it publishes weights."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The rollouter's side of the controller: what it makes of a death, and of groups that are gone."""
+"""The rollouter's side of the controller: deaths, and groups that are gone."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`rl-async-trainer simulate` from its words to what it prints and writes."""
+"""`rl-async-trainer simulate`, from its arguments to its output and files."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a step is said to have cost: counts of the attempt, and shares of the time."""
+"""Metrics of a step: counts of the launch, and shares of the time."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The supervisor: what it says of a run whose process is killed again and again."""
+"""The supervisor: its messages and events when the run's process is killed repeatedly."""
 
 import signal
 from pathlib import Path

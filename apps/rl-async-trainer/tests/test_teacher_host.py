@@ -1,4 +1,4 @@
-"""What the teachers' host says of them since it was asked before."""
+"""The teachers' host: metrics and events since the last call."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The watchdog: when it reports, what, how often, and that nothing keeps it from it."""
+"""The watchdog: when it reports, what, how often, and that nothing blocks it."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""The way of weights to the engines: what is said where they do not take them in time."""
+"""Publishing weights to engines: the error if they do not load them in time."""
 
 import asyncio
 from dataclasses import replace

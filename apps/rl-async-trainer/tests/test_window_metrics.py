@@ -1,4 +1,4 @@
-"""What a rollouter reports of its engines."""
+"""Metrics of a rollouter's engines."""
 
 from rl_async_trainer.roles.rollouter import window_metrics
 from rl_rollout.engines.engine_load import EngineLoad

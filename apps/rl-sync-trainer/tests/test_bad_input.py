@@ -1,4 +1,4 @@
-"""Mistakes, as a user meets them: a clear message and status 2, before anything heavy starts, and no run behind."""
+"""Mistakes of users: a clear message and status 2 before any model loads, and no run folder."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""From `new` to the report, with the commands that it prints."""
+"""From `new` to the report, with the printed commands."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Commands that are refused for what is around them: a live run, an earlier one, a model that does not load."""
+"""Commands that are refused because of a live run, an earlier run, or a model that does not load."""
 
 import importlib.metadata
 import os

@@ -1,4 +1,4 @@
-"""What is refused of `[algorithm]` and `[correction]`, in which words."""
+"""Refused values of `[algorithm]` and `[correction]`, with their messages."""
 
 from pathlib import Path
 from typing import Any

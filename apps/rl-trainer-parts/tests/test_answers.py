@@ -1,4 +1,4 @@
-"""Answers to problems, and what people read of them."""
+"""Answers to problems, and their readable form."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is refused by arithmetic and names alone."""
+"""Settings that are refused by arithmetic and names alone."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What the console of a run shows, by its settings."""
+"""The console of a run, by its settings."""
 
 import pytest
 

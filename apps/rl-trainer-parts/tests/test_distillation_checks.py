@@ -1,4 +1,4 @@
-"""What of `[distillation]` is refused before anything heavy starts, each with the name of the teacher or setting."""
+"""`[distillation]` is checked before models load; each message names the teacher or setting."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""How problems are asked, and what a validation says of its answers."""
+"""Sampling of problems, and validation metrics of the answers."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Judging while training: what is written and told, and when a run pauses."""
+"""Health checks during training: what is written and reported, and when a run pauses."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""A command whose output nobody reads any more ends with its own exit status."""
+"""A command whose output has no reader ends with its own exit status."""
 
 import os
 import subprocess

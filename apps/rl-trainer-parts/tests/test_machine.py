@@ -1,4 +1,4 @@
-"""What is wrong with machines that are made up, and what is read of this one."""
+"""Findings on made-up machines, and readings of this one."""
 
 import importlib.metadata
 import json

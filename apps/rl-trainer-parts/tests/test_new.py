@@ -1,4 +1,4 @@
-"""`new`: a folder to start a run from."""
+"""`new`: the folder for a new run."""
 
 import json
 from pathlib import Path

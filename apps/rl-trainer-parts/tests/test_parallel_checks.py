@@ -1,4 +1,4 @@
-"""Layouts, clusters and critics that cannot be are refused by arithmetic alone."""
+"""Impossible layouts, clusters and critics are refused by arithmetic alone."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which Hugging Face folder a path stands for, and exporting it."""
+"""The Hugging Face folder that a path refers to, and its export."""
 
 import json
 import os

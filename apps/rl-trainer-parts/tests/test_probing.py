@@ -1,4 +1,4 @@
-"""What the policy thinks at chosen tokens."""
+"""Token probes: the policy's alternatives at chosen tokens."""
 
 import asyncio
 import json

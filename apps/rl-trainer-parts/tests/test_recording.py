@@ -1,4 +1,4 @@
-"""What both trainers say of a step's batch."""
+"""Metrics of a step's batch in both trainers."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The report of a run, written by a process beside it."""
+"""The report of a run, written by a separate process."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The experts of a mixture's rollouts, on their way to the learner."""
+"""The experts of a mixture's rollouts, from the engine to the learner."""
 
 import json
 import math

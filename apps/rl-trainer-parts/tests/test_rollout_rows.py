@@ -1,4 +1,4 @@
-"""Which trajectories of a step are written down, and what of them."""
+"""Which trajectories of a step are recorded, and with which fields."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Where settings come from, which wins, and that each is explained."""
+"""Sources of settings, their precedence, and their help."""
 
 import math
 import re

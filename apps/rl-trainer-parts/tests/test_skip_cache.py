@@ -1,4 +1,4 @@
-"""What of the sampling parameters a skip cache's fingerprint has."""
+"""The sampling parameters in a skip cache's fingerprint."""
 
 from rl_rollout.engines import SamplingParams
 from rl_rollout.engines.protocol import Structure

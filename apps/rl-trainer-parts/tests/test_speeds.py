@@ -1,4 +1,4 @@
-"""What is said of a step's speed."""
+"""Speed metrics of a step."""
 
 import json
 

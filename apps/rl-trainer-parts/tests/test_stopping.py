@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks, the second ends."""
+"""Ctrl-C and SIGTERM: the first requests a stop, the second ends the run."""
 
 import asyncio
 import os

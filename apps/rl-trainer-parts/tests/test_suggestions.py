@@ -1,4 +1,4 @@
-"""What is suggested for a name that is no setting."""
+"""Suggestions for unknown settings."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is counted, told and written down of sessions that failed, or whose reward counts 0 as it failed."""
+"""Failed sessions, and sessions whose failed reward counts as 0: counted, reported and recorded."""
 
 import asyncio
 from typing import Any

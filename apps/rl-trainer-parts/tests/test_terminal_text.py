@@ -1,4 +1,4 @@
-"""Nothing that a terminal is shown can move its cursor, name its window or colour it, whatever names and texts hold."""
+"""No name or text can move the terminal's cursor, set its title or colour it."""
 
 import io
 import sys

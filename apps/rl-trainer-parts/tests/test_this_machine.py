@@ -1,4 +1,4 @@
-"""What needs a GPU or a library that this machine may lack."""
+"""Settings that need a GPU or a library that this machine may lack."""
 
 from pathlib import Path
 from typing import Any

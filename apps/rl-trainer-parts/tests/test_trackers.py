@@ -1,4 +1,4 @@
-"""The trackers that the settings ask for."""
+"""The trackers that the settings select."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the loop remembers comes back from a checkpoint as it was."""
+"""The loop's state is restored from a checkpoint unchanged."""
 
 from dataclasses import asdict
 from pathlib import Path

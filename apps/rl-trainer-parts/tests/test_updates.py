@@ -1,4 +1,4 @@
-"""Which updates a step is told of."""
+"""Which updates of a step are recorded."""
 
 from types import SimpleNamespace
 

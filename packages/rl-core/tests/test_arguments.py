@@ -1,4 +1,4 @@
-"""What public functions, queues and batches are given is converted, or refused with what was expected."""
+"""Arguments of public functions, queues and batches are converted, or refused with the expected type."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""JSON of a known form: read as json reads it, in the same bounds."""
+"""JSON of a known form is read as by json, within bounds."""
 
 import json
 import math

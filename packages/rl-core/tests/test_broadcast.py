@@ -1,4 +1,4 @@
-"""Weights over the network: buckets, order, receivers that come late, die or ask for what is gone."""
+"""Weights over the network: buckets, order, and receivers that are late, die or request expired updates."""
 
 import dataclasses
 import json

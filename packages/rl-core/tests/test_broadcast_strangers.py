@@ -1,4 +1,4 @@
-"""Weights over the network, and who has no business with them: what is open, to whom, and what noise does to it."""
+"""Weights over the network and unauthorised peers: open ports, access, and the effect of noise."""
 
 import json
 import os

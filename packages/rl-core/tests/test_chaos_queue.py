@@ -1,4 +1,4 @@
-"""A queue whose 8 producers, 3 consumers and server meet random faults: nothing is lost, nothing counts twice."""
+"""A queue with 8 producers, 3 consumers and a server under random faults: nothing is lost or counted twice."""
 
 import signal
 import time

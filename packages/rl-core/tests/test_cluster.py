@@ -1,4 +1,4 @@
-"""What is special of roles in processes; what all placements share is in the conformance suite."""
+"""Checks specific to roles in processes; the conformance suite has those of all placements."""
 
 import asyncio
 import contextlib

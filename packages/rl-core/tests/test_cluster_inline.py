@@ -1,4 +1,4 @@
-"""Roles in this process: the conformance suite, and what is their own."""
+"""Roles in this process: the conformance suite, and specific checks."""
 
 import asyncio
 

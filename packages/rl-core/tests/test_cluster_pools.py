@@ -1,4 +1,4 @@
-"""CPUs and GPUs of this machine: counted, taken in parts, given to processes."""
+"""CPUs and GPUs of this machine: counted, shared in fractions, assigned to processes."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Roles in processes of this machine: the conformance suite, and what only a process can do."""
+"""Roles in processes on this machine: the conformance suite, and checks that need a process."""
 
 import asyncio
 import subprocess

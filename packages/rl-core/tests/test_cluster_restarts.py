@@ -1,4 +1,4 @@
-"""A supervised role is brought back once for each death, and calls wait for it."""
+"""A supervised role is restarted once per death, and calls wait for it."""
 
 import asyncio
 import os

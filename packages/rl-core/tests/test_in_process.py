@@ -1,4 +1,4 @@
-"""The queue in the process: the whole conformance suite, with a journal the backend's part, and what is its own."""
+"""The queue in the process: the conformance suite, the backend's part with a journal, and specific checks."""
 
 import itertools
 import pickle

@@ -1,4 +1,4 @@
-"""Weights in memory that another process opens: by the same code as on a GPU, in shared memory of this machine."""
+"""Weights in memory that another process opens: the GPU code, in shared memory of this machine."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Queues on disk: reopened as they were, and directories that cannot be opened."""
+"""Queues on disk: reopened unchanged, and directories that cannot be opened."""
 
 import json
 import os

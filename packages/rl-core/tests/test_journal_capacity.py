@@ -1,4 +1,4 @@
-"""Disks that are full, journals that cannot be written, and room that nobody uses in the end."""
+"""Full disks, journals that cannot be written, and reserved space that is not used."""
 
 import json
 import subprocess

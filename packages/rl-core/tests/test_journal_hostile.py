@@ -1,4 +1,4 @@
-"""Journals that strangers wrote: refused before anything in them is run, waited for, or believed."""
+"""Hostile journals: refused before anything in them is executed, awaited or trusted."""
 
 import os
 import sqlite3

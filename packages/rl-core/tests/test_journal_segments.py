@@ -1,4 +1,4 @@
-"""Segments of a queue on disk: what was torn is found, reported and issued again."""
+"""Segments of a queue on disk: torn ones are found, reported and reissued."""
 
 import os
 import sqlite3

@@ -1,4 +1,4 @@
-"""Locks of folders and files that other users, forks and sweeps cannot take."""
+"""Locks of folders and files that other users, forks and sweeps cannot acquire."""
 
 import fcntl
 import gc

@@ -1,4 +1,4 @@
-"""Weights from several senders, each with rectangles of its own: put together, proven, withdrawn, and lost midway."""
+"""Weights from several senders, each with its own rectangles: assembled, proven, withdrawn, and lost midway."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""Values on their way to a role: arrays and tensors beside the pickle."""
+"""Values sent to a role: arrays and tensors beside the pickle."""
 
 import threading
 

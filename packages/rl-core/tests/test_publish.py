@@ -1,4 +1,4 @@
-"""Publishing to engines that do everything right, and to some that do one thing wrong."""
+"""Publishing to engines that are correct, and to engines with one fault each."""
 
 import asyncio
 import dataclasses

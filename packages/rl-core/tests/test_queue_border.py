@@ -1,4 +1,4 @@
-"""Impossible arguments at the border of a queue: refused with a typed error, before anything changes."""
+"""Impossible arguments of a queue: refused with a typed error, before anything changes."""
 
 import gc
 import math

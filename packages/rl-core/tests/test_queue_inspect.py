@@ -1,4 +1,4 @@
-"""`rl-core queue inspect`: what it says, that it changes nothing, and what it refuses."""
+"""`rl-core queue inspect`: its output, that it changes nothing, and its errors."""
 
 import json
 import os

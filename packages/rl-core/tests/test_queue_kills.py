@@ -1,4 +1,4 @@
-"""Processes of a shared-memory queue that are killed: nothing is lost, nothing counts twice, no memory leaks."""
+"""Killed processes of a shared-memory queue: nothing is lost or counted twice, and no memory leaks."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Any order of calls, and crashes between them: the queue against a model without waits, heaps or files."""
+"""Any order of calls, with crashes between them: the queue compared with a simple model."""
 
 import shutil
 import tempfile

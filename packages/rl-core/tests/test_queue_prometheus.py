@@ -1,4 +1,4 @@
-"""Prometheus' text of a queue's statistics, read back by its own parser."""
+"""Prometheus text of a queue's statistics, read back by Prometheus' own parser."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Ragged rows against lists of lists: nothing is copied until rows must lie end to end."""
+"""Ragged rows compared with lists of lists: nothing is copied until rows must be contiguous."""
 
 import threading
 

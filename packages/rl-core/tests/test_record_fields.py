@@ -1,4 +1,4 @@
-"""What a record is made with becomes what its annotations say, or is refused there."""
+"""Arguments of a record are converted to its annotations, or refused."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace

@@ -1,4 +1,4 @@
-"""Parts by name, of this package and of others."""
+"""Components by name, from this package and from others."""
 
 from importlib.metadata import EntryPoint
 

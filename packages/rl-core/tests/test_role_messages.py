@@ -1,4 +1,4 @@
-"""Errors that cross a process boundary read there as they did here."""
+"""Errors that cross a process boundary keep their text."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Segments: what was put comes out as views, and whatever was altered is refused by name, never worse."""
+"""Segments: contents come back as views, and any alteration is refused by name."""
 
 import json
 import math

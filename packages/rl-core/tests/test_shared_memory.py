@@ -1,4 +1,4 @@
-"""The queue in shared memory: the whole conformance suite over a socket, and what is its own."""
+"""The queue in shared memory: the conformance suite over a socket, and specific checks."""
 
 import resource
 import socket

@@ -1,4 +1,4 @@
-"""Slots: files that are used again, are found torn where they are, and name nothing outside their folder."""
+"""Slots: files are reused, torn ones are found, and none refers outside their folder."""
 
 import gc
 import os

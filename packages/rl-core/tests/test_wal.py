@@ -1,4 +1,4 @@
-"""What is read from a write-ahead log against what SQLite itself makes of it."""
+"""Reading a write-ahead log, compared with SQLite."""
 
 import random
 import shutil

@@ -1,4 +1,4 @@
-"""Updates of adapters: what travels, in how many bytes, and what the proof says of engines that do one thing wrong."""
+"""Updates of adapters: tensors, size in bytes, and proofs for engines with one fault each."""
 
 import asyncio
 import dataclasses

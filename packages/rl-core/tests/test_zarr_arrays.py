@@ -1,4 +1,4 @@
-"""Arrays as files: zarr itself reads what is written here, and what zarr writes is read here."""
+"""Arrays as files: zarr reads what we write, and we read what zarr writes."""
 
 import numpy as np
 import pytest

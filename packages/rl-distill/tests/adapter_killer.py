@@ -1,4 +1,4 @@
-"""Saves an adapter's checkpoint in processes that are killed before one of their operations on files."""
+"""Save an adapter's checkpoint in processes that are killed before one of their file operations."""
 
 import json
 import os

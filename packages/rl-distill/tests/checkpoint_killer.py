@@ -1,4 +1,4 @@
-"""Saves checkpoints in a process that is killed before its Nth operation on files, for every N; a line of JSON each."""
+"""Save checkpoints in a process killed before its Nth file operation, for every N; prints a JSON line each."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: A, B and moments alone; they go on bit for bit in any layout, on their own base alone."""
+"""Checkpoints of adapters: only A, B and moments; they continue bit for bit in any layout, on their own base."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A checkpoint whose learner.json is of another release, another kind or none is refused."""
+"""A checkpoint is refused if its learner.json is missing, of another release, or of another kind."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Weights straight from the ranks of a learner: what arrives, when they may be taken."""
+"""Weights sent directly from a learner's ranks: what arrives, and when it may be loaded."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Distillation by the learners: Megatron against torch, in chunks, in every layout; a student that is its teacher."""
+"""Distillation in the learners: Megatron compared with torch, in chunks, in every layout; a student as teacher."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Folders of safetensors: read in parts, refused where torn, written in shards."""
+"""Folders of safetensors: read in parts, refused if torn, written in shards."""
 
 import json
 import os

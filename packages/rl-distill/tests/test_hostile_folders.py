@@ -1,4 +1,4 @@
-"""Model folders and checkpoints of strangers: bounded before anything is allocated, refused by name."""
+"""Hostile model folders and checkpoints: bounded before any allocation, refused by name."""
 
 import json
 import os

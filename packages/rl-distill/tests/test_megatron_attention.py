@@ -1,4 +1,4 @@
-"""Packed attention against one trajectory at a time."""
+"""Packed attention compared with one trajectory at a time."""
 
 import numpy as np
 import pytest

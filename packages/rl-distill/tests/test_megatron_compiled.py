@@ -1,4 +1,4 @@
-"""What torch's compiler makes of the fused passes, and what is left where there is none."""
+"""The fused passes under torch's compiler, and without one."""
 
 import shutil
 from collections.abc import Callable, Iterator

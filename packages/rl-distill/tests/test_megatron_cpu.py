@@ -1,4 +1,4 @@
-"""megatron runs on a CPU, and nobody else notices."""
+"""Megatron runs on a CPU without side effects on other code."""
 
 import sys
 import types

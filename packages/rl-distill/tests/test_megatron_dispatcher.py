@@ -1,4 +1,4 @@
-"""Tokens to their experts and back without the host, against megatron's dispatcher."""
+"""Tokens to their experts and back without the host, compared with megatron's dispatcher."""
 
 from collections.abc import Callable
 from pathlib import Path

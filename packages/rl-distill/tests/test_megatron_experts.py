@@ -1,4 +1,4 @@
-"""Experts in two stacked weights, in turn and grouped, against megatron's own module."""
+"""Experts in two stacked weights, in turn and grouped, compared with megatron's own module."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

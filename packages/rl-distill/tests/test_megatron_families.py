@@ -1,4 +1,4 @@
-"""Every family: the logits of transformers, and a folder that comes back as it was."""
+"""Every family: logits equal transformers', and a folder survives a round trip."""
 
 import json
 from collections.abc import Callable, Iterator

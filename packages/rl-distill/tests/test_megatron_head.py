@@ -1,4 +1,4 @@
-"""The head in one node of autograd against log_softmax of whole logits."""
+"""The head as one autograd node, compared with log_softmax of full logits."""
 
 from collections.abc import Callable
 from pathlib import Path

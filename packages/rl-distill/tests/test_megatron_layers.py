@@ -1,4 +1,4 @@
-"""Norm, activation and vocabulary logprobs against torch's own."""
+"""Norm, activation and vocabulary logprobs, compared with torch."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""The Megatron learner against the reference learner, and against itself under every packing."""
+"""The Megatron learner compared with the reference learner, and with itself under every packing."""
 
 from collections.abc import Callable
 from dataclasses import replace

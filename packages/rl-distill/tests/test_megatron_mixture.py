@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, and the choices that it replays."""
+"""The router of a mixture of experts, and replay of its choices."""
 
 from collections.abc import Callable
 from pathlib import Path

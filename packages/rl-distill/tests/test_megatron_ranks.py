@@ -1,4 +1,4 @@
-"""What the ranks of a learner say of themselves while they hang."""
+"""Stacks of a learner's ranks while they hang."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Parts of layers that are computed again in the backward pass: the same results, and less kept."""
+"""Recomputed parts of layers in the backward pass: the same results with less memory."""
 
 from collections.abc import Callable
 from dataclasses import replace

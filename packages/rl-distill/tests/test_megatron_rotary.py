@@ -1,4 +1,4 @@
-"""Rotary frequencies, to the bit as transformers computes them."""
+"""Rotary frequencies, bit for bit equal to transformers'."""
 
 import math
 from typing import Any

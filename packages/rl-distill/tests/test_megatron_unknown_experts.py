@@ -1,4 +1,4 @@
-"""Which computed tokens should have the engine's experts, and lack them."""
+"""Computed tokens that should have the engine's experts but lack them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Micro-batches and ranks together say what the whole batch says."""
+"""Metrics from micro-batches and ranks equal those of the whole batch."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Parameters of known models, and what a rank keeps of them; `test_megatron_parallel` compares with real ranks."""
+"""Parameters of known models, and the memory of a rank; `test_megatron_parallel` compares with real ranks."""
 
 from dataclasses import replace
 

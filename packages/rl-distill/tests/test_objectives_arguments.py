@@ -1,4 +1,4 @@
-"""What objectives are given: lists and arrays become tensors, and what cannot be is refused by name."""
+"""Arguments of objectives: lists and arrays become tensors, invalid ones are refused by name."""
 
 from functools import partial
 

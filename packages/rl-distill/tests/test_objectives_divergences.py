@@ -1,4 +1,4 @@
-"""Divergences of teacher and student: literals, golden numbers, gradients in float64, the top k against the whole."""
+"""Divergences of teacher and student: literals, golden numbers, float64 gradients, top k and full."""
 
 import itertools
 import math

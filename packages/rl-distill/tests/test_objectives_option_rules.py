@@ -1,4 +1,4 @@
-"""Every option of every objective refuses what it cannot be, by one rule beside it."""
+"""Every option of every objective refuses invalid values."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Sessions that gave several trajectories: rewards 4 and 2 of one, 1 of the other, each with one token."""
+"""Sessions with several trajectories: rewards 4 and 2 of one, 1 of the other, each with one token."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The conformance kit passes what is right, and catches each way of being wrong by the rule that it breaks."""
+"""The conformance kit accepts correct objectives, and detects each violation by its rule."""
 
 import math
 from functools import partial

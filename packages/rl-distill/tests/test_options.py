@@ -1,4 +1,4 @@
-"""Options that cannot be are refused where they are used, all at once."""
+"""Impossible options are refused where they are used, all at once."""
 
 import math
 from typing import Any

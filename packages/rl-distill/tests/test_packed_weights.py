@@ -1,4 +1,4 @@
-"""How the policy's weights leave the learner: as views, with one transfer of what proves them."""
+"""Export of the policy's weights: as views, with one transfer for the proof."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a layout must divide, and which options need one."""
+"""Sizes that a layout must divide, and options that need one."""
 
 from dataclasses import replace
 from typing import Any

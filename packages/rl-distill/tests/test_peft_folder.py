@@ -1,4 +1,4 @@
-"""Adapters in peft's format: a round trip is exact, what cannot be used is refused by name, a merge is the sum."""
+"""Adapters in peft's format: round trips are exact, invalid ones are refused by name, a merge is the sum."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Pickles become plain records; nothing runs, and nothing absurd is allocated."""
+"""Pickles become plain records; nothing is executed, and allocations are bounded."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""What config.json says, in the dialects of both transformers' versions."""
+"""Reading config.json, in the dialects of both transformers versions."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What rows of a prompt share, and attention over it."""
+"""Shared prefixes of a prompt's rows, and attention over them."""
 
 import itertools
 

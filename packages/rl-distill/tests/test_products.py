@@ -1,4 +1,4 @@
-"""float32 products by oneDNN: the values and gradients of torch's own, chosen once."""
+"""float32 products by oneDNN: the values and gradients of torch, with one choice per process."""
 
 import pytest
 import torch

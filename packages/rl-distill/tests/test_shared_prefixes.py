@@ -1,4 +1,4 @@
-"""A learner that computes once what rows share, against one that computes each row on its own."""
+"""A learner that computes shared prefixes once, compared with one that computes each row separately."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A teacher with another tokenizer: what it is asked, and where its scores go."""
+"""A teacher with another tokenizer: its inputs, and the positions of its scores."""
 
 import json
 import math

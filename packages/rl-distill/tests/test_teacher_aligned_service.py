@@ -1,4 +1,4 @@
-"""A teacher with other token ids behind the queue: what it is asked, what is stored, and what trains."""
+"""A teacher with other token ids behind the queue: its inputs, stored scores, and trained columns."""
 
 import asyncio
 

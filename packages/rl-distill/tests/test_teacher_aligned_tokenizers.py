@@ -1,4 +1,4 @@
-"""Alignment with tokenizers as they are: two byte-level ones of other sizes, and one of sentence pieces."""
+"""Alignment with real kinds of tokenizers: two byte-level ones of different sizes, and SentencePiece."""
 
 import json
 

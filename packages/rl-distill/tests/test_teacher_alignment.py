@@ -1,4 +1,4 @@
-"""Spans of equal text: every token once, texts equal, none that could be cut further."""
+"""Spans of equal text: every token once, texts equal, and no span that could be split."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Teachers over an engine, and over Megatron's ranks in a process of their own."""
+"""Teachers on an engine, and on Megatron's ranks in separate processes."""
 
 import asyncio
 import os

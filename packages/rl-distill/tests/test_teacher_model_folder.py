@@ -1,4 +1,4 @@
-"""Fingerprints of teachers: the same for a copy, another for other weights."""
+"""Fingerprints of teachers: equal for a copy, different for other weights."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A teacher with stored scores starts when something is missing, and not before."""
+"""A teacher with stored scores starts only when a score is missing."""
 
 import asyncio
 import json

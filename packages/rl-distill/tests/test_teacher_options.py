@@ -1,4 +1,4 @@
-"""Options of distillation: what they ask teachers for, and that torch is not loaded for them."""
+"""Options of distillation: what they require from teachers, without importing torch."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Replicas of a teacher: idle ones score, dead ones are started anew, and each proves that it serves."""
+"""Replicas of a teacher: idle ones score, dead ones restart, and each proves that it serves."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

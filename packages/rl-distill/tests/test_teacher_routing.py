@@ -1,4 +1,4 @@
-"""Which teacher scores which prompt, and what is refused at start, by name."""
+"""Routing of prompts to teachers, and what is refused at the start, by name."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A cache of scores: gives back what was stored, for the same trajectory of the same teacher, and nothing else."""
+"""A cache of scores returns stored scores for the same trajectory and teacher only."""
 
 import dataclasses
 import errno

@@ -1,4 +1,4 @@
-"""Entries that are torn or forged: their trajectories are scored anew, and nothing else happens."""
+"""Torn or forged entries: their trajectories are scored again, without other effects."""
 
 import hashlib
 import json

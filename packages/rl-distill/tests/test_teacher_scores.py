@@ -1,4 +1,4 @@
-"""Scores of a trajectory: what is refused, what is masked, and how they become columns."""
+"""Scores of a trajectory: refused ones, masked ones, and their columns."""
 
 import re
 from dataclasses import replace

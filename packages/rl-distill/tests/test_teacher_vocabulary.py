@@ -1,4 +1,4 @@
-"""Vocabularies of student and teacher: what counts as the same, and what a refusal says."""
+"""Vocabularies of student and teacher: when they are equal, and the error otherwise."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tokens that a policy cannot have are refused by the caller, by name."""
+"""Tokens outside a policy's vocabulary are refused by the caller, by name."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""torch_dist folders: any layout reads what any other wrote, torch reads them too, and torn ones are refused."""
+"""torch_dist folders: every layout reads any other's, torch reads them too, and torn ones are refused."""
 
 import os
 import random

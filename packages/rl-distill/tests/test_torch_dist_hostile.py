@@ -1,4 +1,4 @@
-"""torch_dist folders whose table or chunks were made up are refused: nothing runs, nothing absurd is allocated."""
+"""torch_dist folders with forged tables or chunks are refused; nothing is executed, allocations are bounded."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""The reference learner against transformers and torch, used directly."""
+"""The reference learner compared with direct use of transformers and torch."""
 
 from collections.abc import Callable
 from pathlib import Path

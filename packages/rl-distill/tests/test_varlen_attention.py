@@ -1,4 +1,4 @@
-"""Flash attention over packs, by kernels for the CPU, against the buckets."""
+"""Flash attention over packs, with kernels for the CPU, compared with the buckets."""
 
 from collections.abc import Iterator
 

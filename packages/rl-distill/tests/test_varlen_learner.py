@@ -1,4 +1,4 @@
-"""Learners with a GPU's kernels against those that a CPU takes: scores, three steps, weights."""
+"""Learners with GPU kernels compared with those of a CPU: scores, three steps, weights."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Kinds of consoles: reminders in plain lines, quiet, JSON, and how the kind is chosen."""
+"""Kinds of consoles: reminders in plain lines, quiet, JSON, and the choice of the kind."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The line of what the machine does, from a made-up /proc and a made-up nvidia-smi."""
+"""The line about the machine's load, from a made-up /proc and nvidia-smi."""
 
 import os
 

@@ -71,7 +71,7 @@ def test_a_hang_is_told_as_its_report_has_it():
     ("cause", "name"),
     [
         ("deadlock: a waits for b, b waits for a", "deadlock"),
-        ("the queue is full (9 rows), and nobody leases from it", "full_queue"),
+        ("the queue is full (9 rows), and no role leases from it", "full_queue"),
         ("learner[0] waits in a collective, all_reduce (c10d.py:9), which not all ranks have reached", "collective"),
         ("no group is in flight and none is issued: nothing can become ready", "starved"),
     ],

@@ -1,4 +1,4 @@
-"""What a verdict says of its findings: which explains which, since when, and what is let pass."""
+"""Explanations in a verdict: which finding explains which, since when, and what is tolerated."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a run learns from decides which rules mean something."""
+"""The kind of training decides which rules apply."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the gateway counted in the sessions of a step, as metrics."""
+"""The gateway's counts in a step's sessions, as metrics."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""hang.json: written and read within bounds; and verdicts, for every way in which a run is known to hang."""
+"""hang.json: written and read within bounds; and verdicts for every known way to hang."""
 
 import json
 import math
@@ -161,14 +161,14 @@ SITUATIONS: dict[str, tuple[list[RoleReport], dict[str, float], list[GroupRow], 
         [LEARNER, RoleReport(name="rollouter")],
         IN_FLIGHT,
         [group("p-3", 400.0, holder=None)],
-        ["nobody generates p-3, which was issued 400 s ago"],
+        ["no role generates p-3, which was issued 400 s ago"],
         ["1 are not settled; the oldest, p-3"],
     ),
     "a full queue that nobody leases from": (
         [waits("rollouter", ("room for group p-5", "queue", 60)), RoleReport(name="learner", stack=IDLE)],
         {"waiting/put": 2.0, "rows": 64.0},
         [],
-        ["the queue is full (64 rows), and nobody leases from it"],
+        ["the queue is full (64 rows), and no role leases from it"],
         ["Rollouter has waited 60 s for room for group p-5"],
     ),
     "a full queue whose consumer wants other groups": (
@@ -185,7 +185,7 @@ SITUATIONS: dict[str, tuple[list[RoleReport], dict[str, float], list[GroupRow], 
         ],
         {"waiting/put": 2.0, "rows": 64.0},
         [],
-        ["learner answers, waits for nobody, and is in read (data.py:33), called by next_rows (data.py:20)"],
+        ["learner answers, waits for no other role, and is in read (data.py:33), called by next_rows (data.py:20)"],
         ["learner has leased 2 of its groups"],
     ),
     "a rank has not reached a collective": (
@@ -237,7 +237,7 @@ SITUATIONS: dict[str, tuple[list[RoleReport], dict[str, float], list[GroupRow], 
         ],
         {},
         [],
-        ["engine 0 answers, waits for nobody, and is in generate (core.py:5)"],
+        ["engine 0 answers, waits for no other role, and is in generate (core.py:5)"],
         ["request r-7 to end (drain) from engine 0"],
     ),
     "the queue does not answer": (
@@ -261,14 +261,14 @@ SITUATIONS: dict[str, tuple[list[RoleReport], dict[str, float], list[GroupRow], 
             group("p-8", state="settled", missing=(), holder=None),
             group("p-9", state="settled", missing=(), holder=None),
         ],
-        ["2 groups are settled and nobody holds them: they lack columns, or learner does not want them"],
+        ["2 groups are settled and no role holds them: they lack columns, or learner does not want them"],
         [],
     ),
     "the learner computes for too long": (
         [CONTROLLER, RoleReport(name="learner", stack=LOADS)],
         {},
         [],
-        ["learner answers, waits for nobody, and is in read (data.py:33), called by next_rows (data.py:20)"],
+        ["learner answers, waits for no other role, and is in read (data.py:33), called by next_rows (data.py:20)"],
         ["step 4 from learner"],
     ),
     "all are idle, and none knows why": (

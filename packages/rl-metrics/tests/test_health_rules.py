@@ -1,4 +1,4 @@
-"""The guide is sound data: every name in it means something."""
+"""The guide is consistent: every name in it exists."""
 
 import string
 

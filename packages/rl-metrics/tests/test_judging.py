@@ -1,4 +1,4 @@
-"""Verdicts over made-up runs: a healthy one, one for each sickness, and any series at all."""
+"""Verdicts on made-up runs: a healthy one, one for each fault, and arbitrary series."""
 
 import json
 import string

@@ -1,4 +1,4 @@
-"""Verdicts on what is noisy, slow or unusual: no false alarm on what is well, and no excuse for what is not."""
+"""Verdicts on noisy, slow or unusual runs: no false alarms, and no missed faults."""
 
 import numpy as np
 import pytest

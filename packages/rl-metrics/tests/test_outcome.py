@@ -1,4 +1,4 @@
-"""What is said of a run's outcome, for each way in which a run may be recorded and end."""
+"""A run's outcome, for each way in which it may be recorded and end."""
 
 import json
 import math

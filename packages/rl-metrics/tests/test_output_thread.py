@@ -1,4 +1,4 @@
-"""Output that waits for nobody: what a held terminal does not take is dropped, and the run goes on."""
+"""Output never blocks: text that a stopped terminal does not accept is dropped, and the run continues."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Verdicts over recorded runs, by their own settings."""
+"""Verdicts on recorded runs, by their own settings."""
 
 import json
 

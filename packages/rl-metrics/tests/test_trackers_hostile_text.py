@@ -1,4 +1,4 @@
-"""Any text passes through trackers, records and the report: nothing raises, and no tracker is left out."""
+"""Any text passes through trackers, records and the report without errors, and no tracker is dropped."""
 
 import io
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Weights that come between responses: each response has one policy version."""
+"""Weights loaded between responses: each response has one policy version."""
 
 import asyncio
 from collections.abc import Sequence

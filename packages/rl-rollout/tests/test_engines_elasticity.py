@@ -1,4 +1,4 @@
-"""Replicas that come and go while requests run."""
+"""Replicas added and removed while requests run."""
 
 import asyncio
 from collections.abc import Sequence

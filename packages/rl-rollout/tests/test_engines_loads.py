@@ -1,4 +1,4 @@
-"""What replicas have to do, on a clock that stands still."""
+"""Loads of replicas, on a stopped clock."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,4 +1,4 @@
-"""Engines in processes of their own: the same answers, weights by file, and no process left."""
+"""Engines in separate processes: equal answers, weights by file, and no leftover processes."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Several engines as one: nothing is lost when one dies, and none serves weights that it missed."""
+"""Several engines as one: nothing is lost when one dies, and none serves missed weights."""
 
 import asyncio
 import os

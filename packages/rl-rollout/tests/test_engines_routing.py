@@ -1,4 +1,4 @@
-"""Requests go where their prefix is known, unless that engine has far more to do."""
+"""Requests go to the engine that has their prefix, unless it has far more load."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The scripted engine does what it is told, and refuses what every engine refuses."""
+"""The scripted engine follows its script, and refuses what every engine refuses."""
 
 import asyncio
 from collections.abc import Sequence

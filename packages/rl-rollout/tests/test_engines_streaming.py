@@ -1,4 +1,4 @@
-"""Text and stop strings of tokens that come one by one, and streams of engines that die, go or are left."""
+"""Text and stop strings of streamed tokens, and streams of engines that die, leave or are abandoned."""
 
 import asyncio
 import random

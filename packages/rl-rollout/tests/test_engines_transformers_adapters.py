@@ -1,4 +1,4 @@
-"""The transformers engine with adapters of peft's: conformance, what is refused, and faults that the proof names."""
+"""The transformers engine with peft adapters: conformance, refusals, and faults that the proof names."""
 
 import asyncio
 import sys

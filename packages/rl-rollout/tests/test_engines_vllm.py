@@ -1,4 +1,4 @@
-"""The vLLM engine: conformance, proof of weights, and what it leaves of its process."""
+"""The vLLM engine: conformance, proof of weights, and no lasting changes to its process."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""The experts that vLLM tells of a mixture, against those that transformers chooses for the same tokens."""
+"""The experts that vLLM reports for a mixture, compared with transformers' choice for the same tokens."""
 
 import asyncio
 import os

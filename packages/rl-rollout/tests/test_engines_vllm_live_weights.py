@@ -1,4 +1,4 @@
-"""What ranks serve of each tensor, put together: against the probe of the whole tensor, for one to eight ranks."""
+"""Live weights assembled from ranks, compared with the probe of the whole tensor, for one to eight ranks."""
 
 from types import SimpleNamespace
 from typing import Any

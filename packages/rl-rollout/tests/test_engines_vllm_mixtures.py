@@ -1,4 +1,4 @@
-"""Experts as vLLM's kernels keep them, read back bit for bit: packed, padded, and over ranks."""
+"""Experts in the layouts of vLLM's kernels, read back bit for bit: packed, padded, and over ranks."""
 
 from types import SimpleNamespace
 from typing import Any

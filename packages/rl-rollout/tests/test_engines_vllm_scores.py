@@ -1,4 +1,4 @@
-"""What vLLM says about a sequence's tokens and many of the likeliest, where prompts and rows come in pieces."""
+"""vLLM's scores of a sequence and many alternatives, with prompts and rows in pieces."""
 
 import asyncio
 from collections.abc import Iterator

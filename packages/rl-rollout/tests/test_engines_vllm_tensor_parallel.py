@@ -1,4 +1,4 @@
-"""vLLM with tensor parallel: two worker processes that must act, be proved and end as one engine."""
+"""vLLM with tensor parallelism: two worker processes that act, are proven and end as one engine."""
 
 import asyncio
 import inspect

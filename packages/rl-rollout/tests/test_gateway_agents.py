@@ -1,4 +1,4 @@
-"""Agents from PyPI, unmodified, as processes of an environment of their own: with a script, and with a tiny policy."""
+"""Unmodified agents from PyPI as processes in their own environment: scripted, and with a tiny policy."""
 
 import asyncio
 import json

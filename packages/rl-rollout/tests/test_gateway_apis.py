@@ -1,4 +1,4 @@
-"""OpenAI's Responses and Completions through its SDK, and calls that a client demands."""
+"""OpenAI's Responses and Completions APIs through its SDK, and tool calls that a client requires."""
 
 import json
 

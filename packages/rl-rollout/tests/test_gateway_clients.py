@@ -1,4 +1,4 @@
-"""The SDKs of both providers, as they are, against the gateway: what they get, and what trains of it."""
+"""The unmodified SDKs of both providers with the gateway: their results, and what trains."""
 
 import asyncio
 import json

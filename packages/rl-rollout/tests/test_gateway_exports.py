@@ -1,4 +1,4 @@
-"""What other stacks get of finished sessions: files and a queue, each session once."""
+"""Finished sessions for other stacks: files and a queue, each session once."""
 
 import json
 

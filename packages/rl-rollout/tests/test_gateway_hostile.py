@@ -1,4 +1,4 @@
-"""Clients that mean harm, over real sockets: refused, with bounded memory, while others are served."""
+"""Hostile clients over real sockets: refused with bounded memory, while others are served."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Sessions past their time, and what many of them hold."""
+"""Expired sessions, and the memory of many sessions."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""What the owner of sessions can mistake, and what clients ask for that cannot train."""
+"""Mistakes of a session's owner, and requests that cannot train."""
 
 import pytest
 from gateway_site import gateway_site, run

@@ -1,4 +1,4 @@
-"""`rl-rollout serve`: what it refuses, and what it says."""
+"""`rl-rollout serve`: its errors and its output."""
 
 import os
 import signal

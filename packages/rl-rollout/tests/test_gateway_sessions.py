@@ -1,4 +1,4 @@
-"""Sessions over HTTP: keys, limits, the owner, clients that go, come again or mean harm."""
+"""Sessions over HTTP: keys, limits, the owner, and clients that leave, return or attack."""
 
 import asyncio
 import json

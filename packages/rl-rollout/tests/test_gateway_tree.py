@@ -1,4 +1,4 @@
-"""The tree of a session: what was sampled stays as it was, and each token trains once, in its own context."""
+"""The tree of a session: sampled tokens never change, and each trains once, in its own context."""
 
 from dataclasses import replace
 

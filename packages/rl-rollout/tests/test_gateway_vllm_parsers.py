@@ -1,4 +1,4 @@
-"""vLLM's parsers in the gateway: what a client gets of a turn, and what is refused."""
+"""vLLM's parsers in the gateway: a client's view of a turn, and refusals."""
 
 import asyncio
 

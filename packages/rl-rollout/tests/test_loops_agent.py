@@ -1,4 +1,4 @@
-"""Agents as programs of their own, real processes all: what they get, how they end, what trains and what is left."""
+"""Agents as real, separate programs: their inputs, how they end, what trains, and what is left."""
 
 import asyncio
 import os

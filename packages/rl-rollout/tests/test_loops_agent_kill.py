@@ -1,4 +1,4 @@
-"""200 sessions whose agents are killed at random: what they got trains, once, and no process is left."""
+"""200 sessions whose agents are killed at random: what they got trains once, and no process is left."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What an environment gives or raises that it must not, and how long what it says may be."""
+"""Invalid results and errors of an environment, and limits on the length of its texts."""
 
 import asyncio
 import re

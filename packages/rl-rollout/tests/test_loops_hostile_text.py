@@ -1,4 +1,4 @@
-"""Any text, wherever it comes from, passes through loops, rewards, caches and queues, or fails its session alone."""
+"""Any text from any source passes through loops, rewards, caches and queues, or fails only its session."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A loop that gives or raises what it must not fails these sessions, with the reason, and no others."""
+"""A loop with an invalid result or an error fails only these sessions, with the reason."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""The adapter against a small stand-in for the public interface of verifiers 0.4; see docs/guides/agent-loops.md."""
+"""The adapter with a small stand-in for verifiers 0.4's public interface; see docs/guides/agent-loops.md."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What is read from a model's folder without loading it."""
+"""Facts read from a model's folder without loading it."""
 
 import json
 import os

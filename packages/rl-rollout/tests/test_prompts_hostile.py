@@ -1,4 +1,4 @@
-"""Prompt files and tokenizers of strangers: bounded, tried in a child, refused by name."""
+"""Hostile prompt files and tokenizers: bounded, tried in a child, refused by name."""
 
 import json
 import os

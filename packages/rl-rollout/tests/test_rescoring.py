@@ -1,4 +1,4 @@
-"""Stored sessions get the rewards that a run would have given them."""
+"""Stored sessions get the rewards that a run would give them."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Programs that want the tests to pass without a right answer; a sample, and all of them under `soak`."""
+"""Programs that try to pass the tests without a right answer; a sample, and all of them under `soak`."""
 
 import asyncio
 import sys

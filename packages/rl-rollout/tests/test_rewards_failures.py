@@ -1,4 +1,4 @@
-"""What a reward function can do wrong, and what is then done about it."""
+"""Failures of a reward function, and their handling."""
 
 import asyncio
 import functools

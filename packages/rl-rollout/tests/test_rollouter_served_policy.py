@@ -1,4 +1,4 @@
-"""What the served policy thinks is told of one version."""
+"""Scores of the served policy refer to one version."""
 
 import asyncio
 from typing import Any

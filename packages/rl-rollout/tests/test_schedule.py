@@ -1,4 +1,4 @@
-"""The scheduler: who starts, and which groups make a step; the bound holds, and nobody waits for ever."""
+"""The scheduler: which prompts start, and which groups make a step; its bound holds, and it never stalls."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Sessions are scored again with the weights that sampled them, and refused where these saw a different context."""
+"""Sessions are scored again with the weights that sampled them, and refused if their context differed."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Engines of the simulation against times worked out by hand, and against a closed form."""
+"""Engines of the simulation, compared with times worked out by hand and with a closed form."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Lengths of responses: their distribution, the cut, and that a seed always gives the same ones."""
+"""Lengths of responses: their distribution, the cut, and reproducibility from a seed."""
 
 import numpy as np
 

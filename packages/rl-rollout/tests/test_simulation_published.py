@@ -1,4 +1,4 @@
-"""The published table: the simulation keeps its order, and every ratio within 20 %."""
+"""The published table: the simulation has the same order, and every ratio within 20 %."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Simulated trainers against times worked out by hand, and what must hold of every schedule."""
+"""Simulated trainers compared with times worked out by hand, and properties of every schedule."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Workload files: what ships is read, what cannot be is refused with its place."""
+"""Workload files: the shipped one is read, and invalid ones are refused with the place."""
 
 from dataclasses import replace
 from pathlib import Path

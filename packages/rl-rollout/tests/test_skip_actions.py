@@ -1,4 +1,4 @@
-"""Which entry a step takes: actions over steps, with a new start in between."""
+"""The entry that a step uses: actions over steps, with a restart in between."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Random flips of bits, cuts and exchanges of files: found, or harmless; never other rollouts, never another error."""
+"""Random bit flips, cuts and swaps of files: detected or harmless, never other rollouts or errors."""
 
 import random
 import shutil

@@ -1,4 +1,4 @@
-"""What a skip cache does with entries that were made otherwise, are broken, or grow too many."""
+"""A skip cache with entries that differ, are broken, or grow too many."""
 
 import asyncio
 import dataclasses

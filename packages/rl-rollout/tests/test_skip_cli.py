@@ -1,4 +1,4 @@
-"""`rl-rollout cache ls`, and what all verbs refuse."""
+"""`rl-rollout cache ls`, and errors that all commands share."""
 
 import re
 import shutil

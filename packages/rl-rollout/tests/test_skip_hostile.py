@@ -1,4 +1,4 @@
-"""Entries that were made to harm, all checksums right: refused, quickly, within bounded memory, and nothing is run."""
+"""Hostile entries with valid checksums: refused quickly, within bounded memory, and nothing is executed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Arrays that were made to harm, all checksums right: metadata, chunks and content that lie."""
+"""Hostile arrays with valid checksums: false metadata, chunks and content."""
 
 import json
 import os

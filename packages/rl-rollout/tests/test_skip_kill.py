@@ -1,4 +1,4 @@
-"""Writers that are killed: the entry is then the old one, the new one or none, and what they left is swept."""
+"""Killed writers: the entry is then the old one, the new one or missing, and leftovers are swept."""
 
 import random
 import signal

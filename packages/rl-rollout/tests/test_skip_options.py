@@ -1,4 +1,4 @@
-"""Options of a skip cache that cannot be, and what is said of them."""
+"""Impossible options of a skip cache, and their messages."""
 
 import pytest
 

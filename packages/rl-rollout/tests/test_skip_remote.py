@@ -1,4 +1,4 @@
-"""Skip caches on object stores: on fsspec's `memory://`, and on a store as bare as S3, which can be made to fail."""
+"""Skip caches on object stores: on fsspec's `memory://`, and on a store as simple as S3 that can fail."""
 
 import asyncio
 import threading

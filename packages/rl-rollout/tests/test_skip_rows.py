@@ -1,4 +1,4 @@
-"""Groups as flat arrays and back: nothing of them changes, whatever they hold."""
+"""Groups as flat arrays and back: a round trip changes nothing."""
 
 import json
 import math

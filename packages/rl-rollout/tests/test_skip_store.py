@@ -1,4 +1,4 @@
-"""Entries that cannot be stored or removed, and which ones go first."""
+"""Entries that cannot be stored or removed, and the order of removal."""
 
 import asyncio
 import json

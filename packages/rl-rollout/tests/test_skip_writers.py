@@ -1,4 +1,4 @@
-"""Several processes at one entry or folder: one wins whole, and readers see whole entries alone."""
+"""Several processes with one entry or folder: one wins completely, and readers see only complete entries."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""MCP servers that cannot serve: what is said of them, and what is not."""
+"""MCP servers that cannot serve: their errors, without secrets."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""What an interpreter imports as it starts, where this folder is on PYTHONPATH."""
+"""Imported by an interpreter at its start if this folder is on PYTHONPATH."""
 
 import chaos_clock
 

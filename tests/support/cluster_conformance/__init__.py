@@ -1,4 +1,4 @@
-"""What every placement of roles must do."""
+"""Checks of every placement of roles."""
 
 from cluster_conformance.calls import CallChecks
 from cluster_conformance.deaths import DeathChecks, RestartChecks
@@ -8,15 +8,15 @@ from cluster_conformance.stacks import BlockedStackChecks, StackChecks
 
 
 class ClusterConformance(CallChecks, StartChecks, PoolChecks, CloseChecks, StackChecks):
-    """What holds of every placement, also of roles in this process; for others, see `RemoteClusterConformance`."""
+    """Checks of every placement, including roles in this process; see `RemoteClusterConformance` for others."""
 
 
 class RemoteClusterConformance(
     ClusterConformance, BorderChecks, EndChecks, DeathChecks, RestartChecks, BlockedStackChecks
 ):
-    """The same, and what needs processes that can die, print, be restarted or be interrupted alone.
+    """The same, plus checks that need processes that can die, print, restart or be interrupted.
 
-    pytest runs it for each subclass that says which cluster is meant:
+    pytest runs it for each subclass that selects a cluster:
 
         class TestProcesses(RemoteClusterConformance):
             @classmethod

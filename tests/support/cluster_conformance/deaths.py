@@ -1,4 +1,4 @@
-"""Checks of deaths: noticed, named, explained, and followed by a restart where one is wanted."""
+"""Checks of deaths: they are detected, named, explained, and followed by a restart if configured."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from rl_core.testing.queue_checks import refuses
 
 
 class DeathChecks(ClusterChecks):
-    """A role that is killed is named within seconds, and leaves nothing behind."""
+    """A killed role is named within seconds and leaves nothing behind."""
 
     def test_a_killed_rank_fails_all_by_its_own_name_though_its_peers_raise_first(self) -> None:
         async def use(cluster: Cluster) -> None:
@@ -88,7 +88,7 @@ class DeathChecks(ClusterChecks):
 
 
 class RestartChecks(ClusterChecks):
-    """What shall be started again is, with a hook before it serves, and not for ever."""
+    """Roles are restarted, with a hook before they serve, and a limited number of times."""
 
     def test_a_role_is_restarted_with_a_hook_and_logs_go_on(self) -> None:
         restart = RestartPolicy(max_restarts=1, backoff_s=0.05, hook="open")

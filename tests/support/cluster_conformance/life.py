@@ -12,7 +12,7 @@ SLOWLY = "cluster_conformance.role:make_slowly"
 
 
 class StartChecks(ClusterChecks):
-    """A group starts whole or not at all."""
+    """A group starts completely or not at all."""
 
     def test_an_error_at_the_start_is_raised_as_it_was(self) -> None:
         with refuses(SettingsError, "no such model"):
@@ -43,7 +43,7 @@ class StartChecks(ClusterChecks):
 
 
 class PoolChecks(ClusterChecks):
-    """Resources are counted before anything starts. The machine, or the Ray cluster, has two CPUs, or more."""
+    """Resources are checked before anything starts. The machine or Ray cluster has at least two CPUs."""
 
     def test_more_than_there_is_is_refused_at_once(self) -> None:
         async def use(cluster: Cluster) -> None:
@@ -102,11 +102,11 @@ class PoolChecks(ClusterChecks):
 
 
 NOW_S = 2.0
-"""For what needs no process and no waiting."""
+"""A role without processes or waiting."""
 
 
 class CloseChecks(ClusterChecks):
-    """Everything ends, in order, and whoever waits is told."""
+    """Everything ends in order, and waiting callers get an error."""
 
     def test_close_closes_the_objects_and_can_be_called_twice(self) -> None:
         async def use(cluster: Cluster) -> list[int]:

@@ -1,4 +1,4 @@
-"""Checks of what crosses the border of a role's own process, and of how that process ends."""
+"""Checks of data that crosses a role's process boundary, and of the end of that process."""
 
 import asyncio
 import os
@@ -12,11 +12,11 @@ from rl_core.errors import NotReadyError, RoleError
 from rl_core.testing.queue_checks import refuses
 
 GONE_S = 10.0
-"""For a role that is killed once its close is given up: half of the default deadline of a close."""
+"""Deadline for a role that is killed because its close hangs: half of the default deadline of a close."""
 
 
 class BorderChecks(ClusterChecks):
-    """What cannot be sent fails its call alone, by name; errors that only the role knows arrive as text."""
+    """A value that cannot be sent fails only its call, by name; errors that only the role knows arrive as text."""
 
     def test_an_argument_that_cannot_be_pickled_fails_its_call_alone_by_name(self) -> None:
         with catches(RoleError) as caught:
@@ -76,7 +76,7 @@ class BorderChecks(ClusterChecks):
 
 
 class EndChecks(ClusterChecks):
-    """Close leaves no process, though the role does not answer."""
+    """Close leaves no process, even if the role does not answer."""
 
     def test_a_role_that_does_not_end_is_killed_with_all_that_it_started(self) -> None:
         async def use(cluster: Cluster) -> list[int]:

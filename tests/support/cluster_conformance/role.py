@@ -1,4 +1,4 @@
-"""A role for checks of clusters: it answers, waits, raises, prints, dies, and says where it lives."""
+"""A role for checks of clusters: it answers, waits, raises, prints, dies, and reports its process."""
 
 import asyncio
 import builtins
@@ -17,11 +17,11 @@ from rl_core.cluster import RoleContext
 
 
 class UnknownError(Exception):
-    """An error that only this module knows."""
+    """An error that only this module defines."""
 
 
 class WordlessError(Exception):
-    """An error whose text cannot be made."""
+    """An error whose text cannot be created."""
 
     def __str__(self) -> str:
         """Fail."""
@@ -29,10 +29,10 @@ class WordlessError(Exception):
 
 
 class Unreadable:
-    """A value that pickles here and does not unpickle there."""
+    """A value that can be pickled but not unpickled."""
 
     def __reduce__(self) -> Any:
-        """Make what cannot be made again."""
+        """Reduce to a call that fails."""
         return _refuse, ()
 
 
@@ -41,7 +41,7 @@ def _refuse() -> NoReturn:
 
 
 class EchoRole:
-    """Does what a check asks of it."""
+    """Does what a check requests."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class EchoRole:
         start_error: str = "",
         flag: Path | None = None,
     ) -> None:
-        """Greet in these words.
+        """Set the greeting and the faults.
 
         Args:
-            greeting: Before a name.
-            context: From the cluster.
+            greeting: Text before a name.
+            context: The cluster's context.
             close_file: Gets "closed" when the role is closed, and a suffix with its rank.
-            start_error: Raise this instead.
-            flag: Die where this file exists and has "die", the rank after it, and the incarnation where only one shall.
+            start_error: Error to raise instead.
+            flag: File that makes the role die if it contains "die", the rank, and optionally the incarnation.
         """
         if start_error:
             raise errors.SettingsError(start_error)
@@ -83,7 +83,7 @@ class EchoRole:
         return f"{self.greeting} {name}"
 
     def place(self) -> RoleContext:
-        """What the role was told of itself."""
+        """Return the role's context."""
         return self.context
 
     def see(self, value: Any) -> None:
@@ -91,12 +91,12 @@ class EchoRole:
         self.seen.append(value)
 
     def seen_values(self) -> list[Any]:
-        """What was kept, in order; it is forgotten."""
+        """Return and clear the recorded values, in order."""
         seen, self.seen = self.seen, []
         return seen
 
     async def company(self, _value: Any) -> int:
-        """Calls that began up to the end of this turn of the event loop."""
+        """Return the number of calls started by the end of this turn of the event loop."""
         self.num_begun += 1
         await asyncio.sleep(0)
         number = self.num_begun
@@ -109,7 +109,7 @@ class EchoRole:
         return value
 
     def named(_self, **given: Any) -> dict[str, Any]:
-        """Give back what came by name."""
+        """Return the keyword arguments."""
         return given
 
     def unreadable(self) -> Unreadable:
@@ -125,7 +125,7 @@ class EchoRole:
         return os.getpid()
 
     def umask(self) -> int:
-        """Which rights the files of this process lack."""
+        """Return the umask of this process."""
         mask = os.umask(0)
         os.umask(mask)
         return mask
@@ -135,16 +135,16 @@ class EchoRole:
         return os.environ.get(name)
 
     async def wait_until_open(self) -> int:
-        """Wait for `open`; gives the rank."""
+        """Wait for `open`; return the rank."""
         await self.is_open.wait()
         return self.context.rank
 
     def open(self) -> None:
-        """Let those who wait go on."""
+        """Release waiting calls."""
         self.is_open.set()
 
     def shut(self) -> None:
-        """Let those who come wait."""
+        """Make later calls wait."""
         self.is_open.clear()
 
     async def wait_forever(self) -> None:
@@ -158,7 +158,7 @@ class EchoRole:
         await asyncio.Event().wait()
 
     async def fail_with(self, rank: int, died: Path) -> None:
-        """Be killed on one rank; the others then raise at once, as peers of a collective do."""
+        """Kill the process of one rank; the others then raise at once, as peers of a collective do."""
         if self.context.rank == rank:
             died.touch()
             await asyncio.sleep(0.2)
@@ -168,13 +168,13 @@ class EchoRole:
         raise RuntimeError("connection closed by peer")
 
     def block(self, started: Path) -> None:
-        """Never answer, and let nothing else be answered; write a file first."""
+        """Write a file, then block the event loop for ever."""
         started.touch()
         while True:
             time.sleep(3600)
 
     def hold_interpreter(self, started: Path) -> None:
-        """Never answer, and let no other thread run: C code that waits for a lock that it holds itself."""
+        """Block all threads for ever: C code that waits for a lock that it holds itself."""
         libc = ctypes.PyDLL(None)
         mutex = ctypes.create_string_buffer(256)
         libc.pthread_mutex_init(mutex, None)
@@ -190,7 +190,7 @@ class EchoRole:
         raise error
 
     async def cancel(self) -> None:
-        """Raise what a cancelled task raises."""
+        """Raise CancelledError."""
         raise asyncio.CancelledError
 
     def say(self, text: str) -> None:
@@ -198,29 +198,29 @@ class EchoRole:
         sys.stdout.write(f"{text}\n")
 
     def start_child(self, *, own_session: bool) -> int:
-        """A process that does not end by itself, and has either a session of its own, or nothing in its environment."""
+        """Start a process that does not end by itself, in its own session or with an empty environment."""
         command = [sys.executable, "-S", "-c", "import time; time.sleep(3600)"]
         environment: dict[str, str] | None = None if own_session else {}  # as of programs that write over it
         return subprocess.Popen(command, start_new_session=own_session, env=environment).pid
 
     def fork_sleeper(self) -> int:
-        """A child that holds on to everything that this process has open."""
+        """Start a child that inherits all open files of this process."""
         pid = os.fork()
         if pid == 0:
             signal.pause()
         return pid
 
     def leave(self, kind: str, *args: Any) -> NoReturn:
-        """End by an error that is meant for the whole process, while a thread goes on."""
+        """Raise an error that ends the process, while a thread continues."""
         threading.Thread(target=threading.Event().wait).start()
         raise getattr(builtins, kind)(*args)
 
     def exit(self, status: int) -> None:
-        """End without a word."""
+        """Exit without output."""
         os._exit(status)
 
     def kill(self) -> None:
-        """As the kernel does when memory runs out."""
+        """Kill the process as the kernel does when memory runs out."""
         os.kill(os.getpid(), signal.SIGKILL)
 
     def close(self) -> None:

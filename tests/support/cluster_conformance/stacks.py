@@ -1,4 +1,4 @@
-"""Checks of stacks: what a role does right now, also when it does not answer its calls."""
+"""Checks of stacks: the current activity of a role, even if it does not answer calls."""
 
 import asyncio
 import os
@@ -9,13 +9,13 @@ from rl_core.cluster import Cluster, Role
 from rl_core.cluster.stacks import is_silent
 
 LONG_S = 60.0
-"""For answers that come at once: long, so that a busy machine fails no check."""
+"""Deadline for immediate answers, long enough for a busy machine."""
 SHORT_S = 4.0
-"""For answers that do not come: half of it is waited for."""
+"""Deadline for missing answers; checks wait for half of it."""
 
 
 class StackChecks(ClusterChecks):
-    """A role that awaits says where."""
+    """The stack of an awaiting role shows where it waits."""
 
     def test_a_role_that_awaits_says_where_and_for_which_calls(self) -> None:
         role = self.group[1]
@@ -51,7 +51,7 @@ class StackChecks(ClusterChecks):
 
 
 class BlockedStackChecks(ClusterChecks):
-    """So does one that cannot turn to its calls."""
+    """So does the stack of a role that cannot process calls."""
 
     def test_a_role_in_a_plain_method_says_where(self) -> None:
         async def use(cluster: Cluster) -> None:

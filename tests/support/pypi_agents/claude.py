@@ -1,4 +1,4 @@
-"""Claude Code, by its SDK, against a gateway: `claude.py TASK`. It may run commands, and asks for nothing else."""
+"""Claude Code, through its SDK, with a gateway: `claude.py TASK`. It may run commands without asking."""
 
 import asyncio
 import sys
@@ -7,7 +7,7 @@ from claude_agent_sdk import ClaudeAgentOptions, query
 
 
 async def main(task: str) -> None:
-    """Run it to its end."""
+    """Run the agent to its end."""
     options = ClaudeAgentOptions(
         allowed_tools=["Bash"], max_turns=4, model="policy", system_prompt="You add.", tools=["Bash"]
     )

@@ -1,4 +1,4 @@
-"""What a transfer queue must do, whatever its backend: the part of client and service, which all backends share."""
+"""Checks of every transfer queue: the behaviour of client and service, which all backends share."""
 
 from queue_conformance.capacity import CapacityChecks
 from queue_conformance.claims import ClaimChecks
@@ -20,4 +20,4 @@ class QueueConformance(
     StalenessChecks,
     CapacityChecks,
 ):
-    """The whole suite; pytest runs it for each subclass that says how a queue is made."""
+    """The whole suite; pytest runs it for each subclass that creates a queue."""

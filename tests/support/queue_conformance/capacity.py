@@ -1,4 +1,4 @@
-"""Checks of bounds in rows and bytes: who waits, and that nobody waits for ever."""
+"""Checks of capacity in rows and bytes: which puts wait, and that none waits for ever."""
 
 from queue_conformance.tools import batch_of
 from rl_core.errors import DataError, DeadlineError
@@ -9,10 +9,10 @@ from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 
 class CapacityChecks(QueueChecks):
-    """A put waits while the queue is full, unless the wait would never end."""
+    """A put waits while the queue is full, unless it would wait for ever."""
 
     def bounded(self, *tasks: TaskSpec, num_groups: float, num_prompts: int = 4) -> TransferQueue:
-        """A queue for the bytes of so many groups of one row, two of them there."""
+        """Return a queue with capacity for a number of one-row groups; it contains two."""
         one = self.filled(num_prompts=1).stats()["size_bytes"]
         queue = self.queue(*tasks, capacity_bytes=int(one * num_groups))
         queue.issue(make_prompts(num_prompts), num_sessions=1)

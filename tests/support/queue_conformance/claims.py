@@ -1,4 +1,4 @@
-"""Checks of claims: which producer generates what."""
+"""Checks of claims, which assign prompts to producers."""
 
 from queue_conformance.tools import batch_of
 from rl_core.errors import DataError, DeadlineError, OutdatedLeaseError
@@ -8,10 +8,10 @@ from rl_core.testing.rows import make_prompts, make_trajectory
 
 
 class ClaimChecks(QueueChecks):
-    """Prompts are handed to one producer at a time, until all their sessions are settled."""
+    """Prompts belong to one producer at a time, until all their sessions are settled."""
 
     def issued(self, num_prompts: int, *, num_sessions: int = 1) -> TransferQueue:
-        """A queue with prompts that nobody has generated for."""
+        """Return a queue with prompts without sessions."""
         queue = self.queue()
         queue.issue(make_prompts(num_prompts), num_sessions=num_sessions)
         return queue

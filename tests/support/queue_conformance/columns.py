@@ -9,7 +9,7 @@ from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 
 class ColumnChecks(QueueChecks):
-    """A row is ready for a task when its columns are there."""
+    """A row is ready for a task once its columns exist."""
 
     def test_a_late_column_reaches_the_task_that_needs_it(self) -> None:
         queue = self.filled(REFERENCE, TRAIN_LATE, num_prompts=2, num_sessions=2)

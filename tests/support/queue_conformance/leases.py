@@ -1,4 +1,4 @@
-"""Checks of leases: who has which groups, and until when."""
+"""Checks of leases: which consumer has which groups, and for how long."""
 
 from rl_core.errors import DataError, DeadlineError, NothingToLeaseError, OutdatedLeaseError
 from rl_core.testing.queue_checks import REFERENCE, TRAIN, TRAIN_IN_ORDER, QueueChecks, put_all, refuses, uids_of
@@ -6,7 +6,7 @@ from rl_core.testing.rows import make_prompts, ragged_like
 
 
 class LeaseChecks(QueueChecks):
-    """Groups are delivered in the task's order, to one consumer of a task at a time, until one has acked."""
+    """Groups are delivered in the task's order, to one consumer of a task at a time, until they are acked."""
 
     def test_groups_come_as_they_arrive(self) -> None:
         queue = self.queue()

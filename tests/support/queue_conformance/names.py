@@ -1,4 +1,4 @@
-"""Checks of leases that name their prompts, and of acks by name, without a lease."""
+"""Checks of leases of named prompts, and of acks by name without a lease."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +22,7 @@ from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 
 class NameChecks(QueueChecks):
-    """Exactly the groups that are named, or none."""
+    """A lease by name returns exactly the named groups, or none."""
 
     def test_late_columns_fit_the_order_in_which_groups_are_named(self) -> None:
         queue = self.filled(REFERENCE, TRAIN_LATE, num_prompts=3)

@@ -1,4 +1,4 @@
-"""Checks of a prompt's way: issued, its sessions settled once, dropped, issued again."""
+"""Checks of a prompt's states: issued, its sessions settled once, dropped, reissued."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 
 class SessionChecks(QueueChecks):
-    """Groups are delivered whole; what belongs to an earlier attempt counts no longer."""
+    """Groups are delivered whole; rows of an earlier attempt do not count."""
 
     def test_half_a_group_is_not_delivered(self) -> None:
         queue = self.queue()

@@ -1,4 +1,4 @@
-"""Checks of staleness: how far groups may be behind the published policy when they are leased."""
+"""Checks of staleness: how far leased groups may be behind the published policy."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,10 +24,10 @@ FRESH = replace(TRAIN, max_staleness=1)
 
 
 class StalenessChecks(QueueChecks):
-    """Groups older than a task allows are not leased, and every one that is dropped is counted."""
+    """Groups older than a task allows are not leased, and every dropped one is counted."""
 
     def versioned(self, *tasks: TaskSpec, versions: list[int], **options: Any) -> TransferQueue:
-        """A queue whose prompts p0, p1 and so on were sampled by these policy versions."""
+        """Return a queue whose prompts p0, p1 and so on were sampled by these policy versions."""
         queue = self.queue(*tasks, **options)
         queue.issue(make_prompts(len(versions)), num_sessions=1)
         for index, version in enumerate(versions):

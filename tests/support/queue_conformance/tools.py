@@ -1,4 +1,4 @@
-"""Tasks and rows of these checks alone."""
+"""Tasks and rows of these checks."""
 
 from rl_core.data.batch import Batch
 from rl_core.queue.interface import TaskSpec
@@ -9,5 +9,5 @@ LOG = TaskSpec(name="log", needs=frozenset({"reward"}))
 
 
 def batch_of(*keys: tuple[str, int, int]) -> Batch:
-    """Rows with these keys, their reward the session's index."""
+    """Return rows with these keys; the reward is the session's index."""
     return Batch.from_trajectories([make_trajectory(*key, reward=float(key[1])) for key in keys])

@@ -1,4 +1,4 @@
-"""An engine as another package brings one: it says which turn it is, and something that it never says again."""
+"""An engine from another package: its responses have the number of the turn and a unique text."""
 
 import asyncio
 import secrets
@@ -11,7 +11,7 @@ from rl_rollout.engines.scripted import ScriptedEngine
 
 END = "<|im_end|>"
 TURN_S = 0.02
-"""So that some turns are under way whenever it is killed."""
+"""Delay of a turn, so that some turns are running whenever the engine is killed."""
 
 
 class SpeakerEngine(ScriptedEngine):

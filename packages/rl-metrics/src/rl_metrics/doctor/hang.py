@@ -74,7 +74,7 @@ def _hang_cause(text: str, roles: Sequence[RoleReport]) -> Cause:
     elif "the queue is full" in text:
         name = "full_queue"
         advice = "find out why no groups are taken out; leases without a worker expire by themselves"
-    elif "no group is in flight" in text or "nobody" in text:
+    elif "no group is in flight" in text or "no role generates" in text:
         name, advice = "starved", "no rollouts are generated: look at the rollouter and at the remaining prompts"
     elif "reward" in text:
         name, advice = "reward", "look at the service that the reward calls; set reward.timeout_s"

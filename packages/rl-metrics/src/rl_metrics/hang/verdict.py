@@ -119,7 +119,7 @@ class _Scene:
         for other in others:
             if any(wait.on in (GROUPS, QUEUE) for wait in other.waits):
                 return _Step(f"{words}; {full}, and {other.name}, which should lease groups, has none", other)
-        return _Step(words, cause=f"{full}, and nobody leases from it")
+        return _Step(words, cause=f"{full}, and no role leases from it")
 
     def _ready(self, role: RoleReport, words: str) -> _Step:
         """Explain a wait for groups that are not ready."""
@@ -128,7 +128,7 @@ class _Scene:
             oldest = unsettled[0]
             words = f"{words} ({len(unsettled)} are not settled; the oldest, {_describe(oldest)})"
             return self._held(
-                oldest, words, f"nobody generates {oldest.uid}, which was issued {oldest.age_s:.0f} s ago"
+                oldest, words, f"no role generates {oldest.uid}, which was issued {oldest.age_s:.0f} s ago"
             )
         settled = sorted((group for group in self.groups if group.state == "settled"), key=lambda one: -one.age_s)
         elsewhere = [group for group in settled if group.holder not in (None, role.name)]
@@ -137,7 +137,7 @@ class _Scene:
         if settled:
             return _Step(
                 words,
-                cause=f"{len(settled)} groups are settled and nobody holds them: they lack columns, or {role.name} "
+                cause=f"{len(settled)} groups are settled and no role holds them: they lack columns, or {role.name} "
                 f"does not want them",
             )
         return _Step(words, cause="no group is in flight and none is issued: nothing can become ready")
@@ -203,7 +203,7 @@ def _trouble(role: RoleReport) -> str:
 def _describe_work(role: RoleReport) -> str:
     place = place_of(role.stack)
     doing = f"is in {place}" if place else "has no running call"
-    return f"{role.name} answers, waits for nobody, and {doing}"
+    return f"{role.name} answers, waits for no other role, and {doing}"
 
 
 def _describe_circle(names: Sequence[str]) -> str:
