@@ -44,7 +44,7 @@ class BorderChecks(ClusterChecks):
         assert self.run(self.group[2].call("greet", "you")) == "hello you!"
 
     def test_what_cannot_be_read_fails_its_call_alone(self) -> None:
-        with refuses(RoleError, "echo[0]", "'unreadable'", "cannot be read", "cannot be made again"):
+        with refuses(RoleError, "echo[0]", "'unreadable'", "cannot be unpickled", "cannot be made again"):
             self.run(self.group[0].call("unreadable"))
         with refuses(ValueError, "cannot be made again"):
             self.run(self.group[0].call("echo", Unreadable()))
