@@ -268,7 +268,7 @@ def test_a_server_that_stands_still_is_named(started, monkeypatch):
     monkeypatch.setattr(shared_memory, "DEFAULT_DEADLINE_S", 0.2, raising=False)
     os.kill(queue.server_pid, signal.SIGSTOP)
     try:
-        with pytest.raises(DeadlineError, match=rf"server \(pid {queue.server_pid}\).*does not answer"):
+        with pytest.raises(DeadlineError, match=rf"server \(pid {queue.server_pid}\).*did not answer"):
             queue.lease("train", groups=1, deadline_s=0.1)
     finally:
         os.kill(queue.server_pid, signal.SIGCONT)
