@@ -340,7 +340,7 @@ def test_an_array_that_cannot_be_is_refused(name, change, words):
         ({"num_rows": None}, ["cannot be read"]),
         ({"uids": []}, ["refers to prompt 1 of 0"]),
         ({"uids": ["p0"]}, ["refers to prompt 1 of 1"]),
-        ({"uids": ["p0", "p0"]}, ["named twice"]),
+        ({"uids": ["p0", "p0"]}, ["appears twice"]),
         ({"uids": [1, 2]}, ["cannot be read"]),
         ({"ragged": []}, ["must be ragged"]),
         ({"ragged": ["input_ids", "input_ids"]}, ["input_ids"]),

@@ -66,7 +66,7 @@ def test_tables_become_dataclasses():
         ({"name": "n", "inner": 3}, "inner must be a table; found 3"),
         ({"name": "n", "inner": {"sise": 3}}, r"unknown option of loop 'x': inner 'sise'. Did you mean 'size'\?"),
         ({"name": "n", "table": {"one": {"size": "1"}}}, r"loop 'x': table.one: size must be an integer; found '1'"),
-        ({"name": "n", "either": []}, r"either must be an integer or text; found \[\]"),
+        ({"name": "n", "either": []}, r"either must be an integer or a string; found \[\]"),
     ],
 )
 def test_wrong_tables_are_refused_by_name(table, message):

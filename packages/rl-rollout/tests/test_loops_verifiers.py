@@ -287,7 +287,7 @@ def test_what_would_fail_every_session_is_refused(stand_in, options, message):
 def test_a_library_that_exits_is_refused(stand_in, monkeypatch):
     library = sys.modules["verifiers.v1"]
     monkeypatch.setattr(library, "load_environment", lambda _config: sys.exit("log in first"))
-    with pytest.raises(SettingsError, match="verifiers refuses the environment: SystemExit: log in first"):
+    with pytest.raises(SettingsError, match="verifiers rejected the environment: SystemExit: log in first"):
         play(0)
 
 
@@ -295,7 +295,7 @@ def test_what_cannot_start_is_refused(stand_in, monkeypatch):
     with pytest.raises(SettingsError, match="the taskset of the verifiers environment has no tasks"):
         play(0, environment={"tasks": []})
     monkeypatch.setattr(sys.modules["verifiers.v1"], "load_environment", lambda _config: {}["x"])
-    with pytest.raises(SettingsError, match="verifiers refuses the environment: KeyError: 'x'"):
+    with pytest.raises(SettingsError, match="verifiers rejected the environment: KeyError: 'x'"):
         play(0)
 
 
